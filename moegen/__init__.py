@@ -1,0 +1,126 @@
+"""Plan, predict and run offline inference of Mixture-of-Experts models larger than the GPU.
+
+One task graph, two clocks: :func:`build` makes the graph of a step, :func:`simulate` runs it
+on a model of the machine, :class:`Engine` runs the same graph for real, and both return a
+:class:`Timeline`.
+
+A name is imported from its home when it is first used. So ``import moegen`` is instant and
+loads neither torch nor transformers, and planning works where they are not installed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
+    from types import ModuleType
+
+    from moegen import plot
+    from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
+    from moegen.exec.generate import Engine
+    from moegen.graph.build import build
+    from moegen.graph.hardware import HardwareSpec
+    from moegen.graph.memory import Ledger, memory
+    from moegen.graph.model import ModelSpec
+    from moegen.graph.shape import Shape
+    from moegen.graph.strategy import Plan, Strategy
+    from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
+    from moegen.graph.workload import Workload
+    from moegen.sim.bounds import bound_s, critical_path_s
+    from moegen.sim.cost import CostModel
+    from moegen.sim.engine import simulate
+    from moegen.timeline import Timeline
+
+    __version__: str
+
+__all__ = [
+    "CostModel",
+    "DeadlockError",
+    "EdgeKind",
+    "Engine",
+    "HardwareSpec",
+    "Infeasible",
+    "InvalidInput",
+    "Lane",
+    "Ledger",
+    "MachineError",
+    "ModelSpec",
+    "MoegenError",
+    "Plan",
+    "Shape",
+    "Strategy",
+    "Task",
+    "TaskGraph",
+    "TaskId",
+    "Timeline",
+    "Workload",
+    "bound_s",
+    "build",
+    "critical_path_s",
+    "memory",
+    "plot",
+    "simulate",
+]
+
+# The extra `run` brings these; without it everything but running works.
+_RUN_EXTRA = {"torch", "transformers", "safetensors"}
+
+_HOME = {
+    "CostModel": "moegen.sim.cost",
+    "DeadlockError": "moegen.errors",
+    "EdgeKind": "moegen.graph.task",
+    "Engine": "moegen.exec.generate",
+    "HardwareSpec": "moegen.graph.hardware",
+    "Infeasible": "moegen.errors",
+    "InvalidInput": "moegen.errors",
+    "Lane": "moegen.graph.task",
+    "Ledger": "moegen.graph.memory",
+    "MachineError": "moegen.errors",
+    "ModelSpec": "moegen.graph.model",
+    "MoegenError": "moegen.errors",
+    "Plan": "moegen.graph.strategy",
+    "Shape": "moegen.graph.shape",
+    "Strategy": "moegen.graph.strategy",
+    "Task": "moegen.graph.task",
+    "TaskGraph": "moegen.graph.task",
+    "TaskId": "moegen.graph.task",
+    "Timeline": "moegen.timeline",
+    "Workload": "moegen.graph.workload",
+    "bound_s": "moegen.sim.bounds",
+    "build": "moegen.graph.build",
+    "critical_path_s": "moegen.sim.bounds",
+    "memory": "moegen.graph.memory",
+    "simulate": "moegen.sim.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # slow to load, seldom asked
+
+        value = version("moegen")
+    elif name == "plot":
+        value = import_module("moegen.plot")
+    elif name in _HOME:
+        value = getattr(_import_home(name), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next use is a plain attribute
+    return value
+
+
+def _import_home(name: str) -> ModuleType:
+    try:
+        return import_module(_HOME[name])
+    except ModuleNotFoundError as error:
+        if error.name not in _RUN_EXTRA:
+            raise
+        raise ModuleNotFoundError(
+            f"moegen.{name} needs {error.name}, which is not installed: pip install 'moegen[run]'",
+            name=error.name,
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
