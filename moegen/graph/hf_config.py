@@ -1,0 +1,396 @@
+"""Hugging Face configurations: how each family spells things.
+
+Every naming quirk is absorbed here, so that the rest of moegen sees one ModelSpec.
+The counts are checked against the real module trees in ``tests/test_model.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moegen.errors import InvalidInput
+from moegen.graph.hf_files import eos_ids
+from moegen.graph.layer import Attention, Layer, Matrix, Part
+from moegen.graph.model import ModelSpec
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one ``model_type`` names and shapes its parts.
+
+    ``sparse`` says which layers have experts, ``window`` which ones slide. A bias is
+    True, False, or a (key, default) pair. ``norm_vectors`` is 2 where a norm has a
+    bias. ``router_buffer`` is the router's float32 correction bias.
+    """
+
+    attention: Literal["gqa", "mla"] = "gqa"
+    sparse: Literal["all", "first_k", "step"] = "all"
+    window: Literal["none", "all", "flag", "alternate", "flag_alternate"] = "none"
+    expert_width: str = "moe_intermediate_size"
+    qkv_bias: bool | tuple[str, bool] = False
+    out_bias: bool | tuple[str, bool] = False
+    qk_norm: Literal["head", "full", "use_qk_norm"] | None = None
+    shared: Literal["count", "gated"] | None = None
+    norm_vectors: int = 1
+    router_bias: bool = False
+    router_buffer: bool = False
+    expert_bias: bool = False
+    sinks: bool = False
+
+
+_ATTENTION_BIAS = ("attention_bias", False)
+_DEEPSEEK_V3 = Family(
+    attention="mla",
+    sparse="first_k",
+    shared="count",
+    router_buffer=True,
+    qkv_bias=_ATTENTION_BIAS,
+    out_bias=_ATTENTION_BIAS,
+)
+
+FAMILIES: dict[str, Family] = {
+    "mixtral": Family(window="all", expert_width="intermediate_size"),
+    "deepseek_v2": Family(
+        attention="mla",
+        sparse="first_k",
+        shared="count",
+        qkv_bias=_ATTENTION_BIAS,
+        out_bias=_ATTENTION_BIAS,
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "qwen2_moe": Family(
+        sparse="step", window="flag_alternate", qkv_bias=("qkv_bias", True), shared="gated"
+    ),
+    "qwen3_moe": Family(
+        sparse="step",
+        window="flag",
+        qk_norm="head",
+        qkv_bias=_ATTENTION_BIAS,
+        out_bias=_ATTENTION_BIAS,
+    ),
+    "gpt_oss": Family(
+        window="alternate",
+        expert_width="intermediate_size",
+        qkv_bias=("attention_bias", True),
+        out_bias=("attention_bias", True),
+        router_bias=True,
+        expert_bias=True,
+        sinks=True,
+    ),
+    "olmoe": Family(
+        expert_width="intermediate_size",
+        qk_norm="full",
+        qkv_bias=_ATTENTION_BIAS,
+        out_bias=_ATTENTION_BIAS,
+    ),
+    "phimoe": Family(
+        window="all",
+        expert_width="intermediate_size",
+        norm_vectors=2,
+        qkv_bias=_ATTENTION_BIAS,
+        out_bias=_ATTENTION_BIAS,
+    ),
+    "glm4_moe": Family(
+        sparse="first_k",
+        qk_norm="use_qk_norm",
+        shared="count",
+        router_buffer=True,
+        qkv_bias=_ATTENTION_BIAS,
+    ),
+}
+
+
+class Config:
+    """Checked reads from a configuration; every error names the source and the key."""
+
+    def __init__(self, data: dict[str, Any], source: str) -> None:
+        self.data, self.source = data, source
+
+    def fail(self, key: str, wanted: str) -> InvalidInput:
+        """The error for a key with a wrong value."""
+        return InvalidInput(f"{self.source}: {key} must be {wanted}, got {self.data.get(key)!r}")
+
+    def integer(self, *keys: str, at_least: int = 1, default: int | None = None) -> int:
+        """The first of ``keys`` that is there, as a whole number."""
+        for key in keys:
+            value = self.data.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+                raise self.fail(key, f"a whole number of at least {at_least}")
+            return value
+        if default is None:
+            raise InvalidInput(f"{self.source}: key {' or '.join(keys)} is missing")
+        return default
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean key."""
+        value = self.data.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false")
+        return value
+
+    def bias(self, rule: bool | tuple[str, bool]) -> bool:
+        """A family's bias rule."""
+        return rule if isinstance(rule, bool) else self.flag(*rule)
+
+    def kinds(self, key: str, n: int, allowed: tuple[str, str]) -> list[bool] | None:
+        """A list with one of two words per layer, as "is it the first?"; None if not there."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != n or not set(value) <= set(allowed):
+            raise self.fail(key, f"a list of {n} of {allowed[0]!r} or {allowed[1]!r}")
+        return [word == allowed[0] for word in value]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored: ``scheme`` applies to what is quantised, ``item`` to the rest."""
+
+    item: int
+    scheme: Literal["fp8", "mxfp4"] | None = None
+    block: tuple[int, int] | None = None
+
+    def plain(self, params: int) -> Part:
+        """Elements that are never quantised."""
+        return Part(params, params * self.item)
+
+    def linear(self, matrices: list[Matrix], biases: int = 0, *, expert: bool = False) -> Part:
+        """Matrices as (out, in), with ``biases`` unquantised elements beside them."""
+        params = sum(o * i for o, i in matrices)
+        rest = self.plain(biases)
+        if self.scheme == "fp8":
+            # A float32 scale for each block, or for each matrix.
+            block = self.block
+            blocks = sum(
+                1 if block is None else -(-o // block[0]) * -(-i // block[1]) for o, i in matrices
+            )
+            return Part(params, params, 4 * blocks) + rest
+        if self.scheme == "mxfp4" and expert:
+            # 4-bit elements, one scale byte for each 32 along the input.
+            return Part(params, sum(o * (i // 2 + -(-i // 32)) for o, i in matrices)) + rest
+        return self.plain(params) + rest
+
+
+def _mlp(hidden: int, width: int) -> list[Matrix]:
+    return [(width, hidden), (width, hidden), (hidden, width)]
+
+
+def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSpec:
+    """A ModelSpec from a configuration; see :meth:`ModelSpec.from_config`."""
+    if not isinstance(data, dict):
+        raise InvalidInput(f"{source}: a configuration is a dict, got {type(data).__name__}")
+    try:
+        hf = json.loads(json.dumps(data, allow_nan=False))
+    except (TypeError, ValueError) as e:
+        raise InvalidInput(f"{source}: the configuration is not JSON data: {e}") from e
+    c = Config(hf, source)
+    model_type = hf.get("model_type")
+    if model_type not in FAMILIES:
+        what = "key model_type is missing" if model_type is None else f"family {model_type!r}"
+        raise InvalidInput(
+            f"{source}: {what}{'' if model_type is None else ' is not supported'}; "
+            f"supported are {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[model_type]
+    dtype, fmt = _format(c)
+    hidden, vocab = c.integer("hidden_size"), c.integer("vocab_size")
+    max_context = c.integer("max_position_embeddings")
+    n_layers = c.integer("num_hidden_layers")
+    sparse = _sparse_layers(c, family, n_layers)
+    windows = _windows(c, family, n_layers, max_context)
+    norm = fmt.plain(family.norm_vectors * hidden)
+    tie = c.flag("tie_word_embeddings", False)
+    embed = fmt.plain(vocab * hidden)
+    lm_head = fmt.plain(vocab if c.flag("lm_head_bias", False) else 0)
+    keys = list(zip(sparse, windows, strict=True))
+    made = {key: _layer(c, family, fmt, hidden, *key) for key in set(keys)}
+    return ModelSpec(
+        name=name or hf.get("_name_or_path") or model_type,
+        model_type=model_type,
+        hidden=hidden,
+        vocab=vocab,
+        max_context=max_context,
+        layers=tuple(made[key] for key in keys),
+        tie_embeddings=tie,
+        dtype=dtype,
+        act_bytes=fmt.item,
+        embed=embed,
+        lm_head=lm_head if tie else embed + lm_head,
+        final_norm=norm,
+        eos_token_ids=eos_ids(hf),
+        rope=_rope(c, family),
+        hf=hf,
+    )
+
+
+def _format(c: Config) -> tuple[str, Format]:
+    # transformers 5 writes "dtype"; a configuration that names none is taken as bfloat16.
+    key = "dtype" if c.data.get("dtype") is not None else "torch_dtype"
+    dtype = str(c.data.get(key) or "bfloat16").removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise c.fail(key, f"one of {', '.join(ITEM_BYTES)}")
+    item, quant = ITEM_BYTES[dtype], c.data.get("quantization_config")
+    if not quant:
+        return dtype, Format(item)
+    method = quant.get("quant_method") if isinstance(quant, dict) else None
+    if method not in ("fp8", "mxfp4"):
+        raise InvalidInput(
+            f"{c.source}: weights quantised by {method!r} are not supported; "
+            f"supported are fp8, mxfp4 and unquantised weights"
+        )
+    block = quant.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
+    ):
+        raise InvalidInput(f"{c.source}: weight_block_size must be two sizes, got {block!r}")
+    return dtype, Format(item, method, tuple(block) if block else None)
+
+
+def _layer(
+    c: Config, family: Family, fmt: Format, hidden: int, sparse: bool, window: int | None
+) -> Layer:
+    attention = _attention(c, family, hidden, window)
+    norms = 2 * family.norm_vectors * hidden + attention.norm_params
+    moe, dense = {}, {}
+    if sparse:
+        moe = _experts(c, family, fmt, hidden)
+    else:
+        width = c.integer("intermediate_size")
+        dense = {"dense_mlp": fmt.linear(_mlp(hidden, width)), "dense_intermediate": width}
+    kind: Literal["dense", "moe"] = "moe" if sparse else "dense"
+    return Layer(
+        name=kind + ("_window" if window else ""),
+        mlp=kind,
+        attention=attention,
+        pre=fmt.linear(attention.pre_matrices(hidden), attention.qkv_bias_params),
+        post=fmt.linear(attention.post_matrices(hidden), hidden if attention.out_bias else 0),
+        norm=fmt.plain(norms),
+        kv_bytes_per_token=attention.kv_width * fmt.item,
+        **moe,
+        **dense,
+    )
+
+
+def _experts(c: Config, family: Family, fmt: Format, hidden: int) -> dict[str, Any]:
+    n = c.integer("n_routed_experts", "num_local_experts", "num_experts")
+    top_k = c.integer("num_experts_per_tok")
+    if top_k > n:
+        raise c.fail("num_experts_per_tok", f"at most the number of experts, {n}")
+    width = c.integer(family.expert_width)
+    shared_width, gate = 0, 0
+    if family.shared == "count":
+        shared_width = width * c.integer("n_shared_experts", at_least=0, default=0)
+    elif family.shared == "gated":
+        shared_width, gate = c.integer("shared_expert_intermediate_size"), hidden
+    shared = fmt.linear(_mlp(hidden, shared_width), gate) if shared_width else Part()
+    bias = 2 * width + hidden if family.expert_bias else 0
+    return {
+        "router": fmt.plain(n * (hidden + family.router_bias)),
+        "router_buffer_bytes": 4 * n if family.router_buffer else 0,
+        "shared": shared,
+        "expert": fmt.linear(_mlp(hidden, width), bias, expert=True),
+        "n_experts": n,
+        "top_k": top_k,
+        "moe_intermediate": width,
+        "shared_intermediate": shared_width,
+    }
+
+
+def _attention(c: Config, family: Family, hidden: int, window: int | None) -> Attention:
+    n_heads = c.integer("num_attention_heads")
+    biases = {"qkv_bias": c.bias(family.qkv_bias), "out_bias": c.bias(family.out_bias)}
+    if family.attention == "mla":
+        rank = c.integer("q_lora_rank", default=0)
+        rope = c.integer("qk_rope_head_dim")
+        return Attention(
+            "mla",
+            n_heads,
+            n_heads,
+            c.integer("qk_nope_head_dim") + rope,
+            c.integer("v_head_dim"),
+            rank or None,
+            c.integer("kv_lora_rank"),
+            rope,
+            window,
+            **biases,
+        )
+    n_kv = c.integer("num_key_value_heads", default=n_heads)
+    if n_heads % n_kv:
+        raise c.fail("num_key_value_heads", f"a divisor of the {n_heads} attention heads")
+    if c.data.get("head_dim") is None and hidden % n_heads:
+        raise c.fail("hidden_size", f"a multiple of the {n_heads} heads where head_dim is absent")
+    dim = c.integer("head_dim", default=hidden // n_heads)
+    qk_norm = family.qk_norm
+    if qk_norm == "use_qk_norm":
+        qk_norm = "head" if c.flag("use_qk_norm", False) else None
+    return Attention(
+        "gqa", n_heads, n_kv, dim, dim, window=window, qk_norm=qk_norm, sinks=family.sinks, **biases
+    )
+
+
+def _sparse_layers(c: Config, family: Family, n: int) -> list[bool]:
+    """Which layers have routed experts."""
+    listed = c.kinds("mlp_layer_types", n, ("sparse", "dense"))
+    if listed is not None:
+        return listed
+    if family.sparse == "first_k":
+        first = c.integer("first_k_dense_replace", at_least=0, default=0)
+        freq = c.integer("moe_layer_freq", default=1)
+        return [i >= first and i % freq == 0 for i in range(n)]
+    if family.sparse == "step":
+        step = c.integer("decoder_sparse_step", default=1)
+        dense = c.data.get("mlp_only_layers") or []
+        return [i not in dense and (i + 1) % step == 0 for i in range(n)]
+    return [True] * n
+
+
+def _windows(c: Config, family: Family, n: int, max_context: int) -> list[int | None]:
+    """The sliding window of each layer."""
+    window = c.integer("sliding_window", at_least=0, default=0)
+    flagged = not family.window.startswith("flag") or c.flag("use_sliding_window", False)
+    # A window as long as the longest context never slides.
+    if family.window == "none" or not flagged or not 0 < window < max_context:
+        return [None] * n
+    slides = [True] * n
+    if family.window.endswith("alternate"):
+        last = c.integer("max_window_layers", at_least=0, default=n)
+        slides = c.kinds("layer_types", n, ("sliding_attention", "full_attention")) or [
+            i % 2 == 0 and i < last for i in range(n)
+        ]
+    return [window if s else None for s in slides]
+
+
+def _rope(c: Config, family: Family) -> dict[str, Any]:
+    """One flat dict from ``rope_parameters``, or from ``rope_theta`` and ``rope_scaling``."""
+    nested = c.data.get("rope_parameters") or c.data.get("rope_scaling") or {}
+    if not isinstance(nested, dict):
+        raise c.fail("rope_parameters", "an object")
+    rope = {"rope_theta": c.data.get("rope_theta"), "rope_type": "default"}
+    if not nested and family is FAMILIES["gpt_oss"]:
+        # What transformers takes where a gpt-oss configuration says nothing.
+        nested = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+    rope |= {("rope_type" if k == "type" else k): v for k, v in nested.items()}
+    if c.data.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", c.data["partial_rotary_factor"])
+    theta = rope["rope_theta"]
+    if theta is None:
+        raise InvalidInput(f"{c.source}: key rope_theta is missing")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise InvalidInput(f"{c.source}: rope_theta must be positive, got {theta!r}")
+    return rope
