@@ -307,7 +307,7 @@ def _experts(c: Config, family: Family, fmt: Format, hidden: int) -> dict[str, A
 
 def _attention(c: Config, family: Family, hidden: int, window: int | None) -> Attention:
     n_heads = c.integer("num_attention_heads")
-    biases = {"qkv_bias": c.bias(family.qkv_bias), "out_bias": c.bias(family.out_bias)}
+    qkv_bias, out_bias = c.bias(family.qkv_bias), c.bias(family.out_bias)
     if family.attention == "mla":
         rank = c.integer("q_lora_rank", default=0)
         rope = c.integer("qk_rope_head_dim")
@@ -321,7 +321,8 @@ def _attention(c: Config, family: Family, hidden: int, window: int | None) -> At
             c.integer("kv_lora_rank"),
             rope,
             window,
-            **biases,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
         )
     n_kv = c.integer("num_key_value_heads", default=n_heads)
     if n_heads % n_kv:
@@ -333,7 +334,7 @@ def _attention(c: Config, family: Family, hidden: int, window: int | None) -> At
     if qk_norm == "use_qk_norm":
         qk_norm = "head" if c.flag("use_qk_norm", False) else None
     return Attention(
-        "gqa", n_heads, n_kv, dim, dim, window=window, qk_norm=qk_norm, sinks=family.sinks, **biases
+        "gqa", n_heads, n_kv, dim, dim, window=window, qk_norm=qk_norm, sinks=family.sinks
     )
 
 

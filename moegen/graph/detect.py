@@ -1,0 +1,204 @@
+"""What this machine is: read from NVML and /proc, the rest assumed and marked so."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from moegen.errors import MachineError
+from moegen.graph.hardware import HardwareSpec
+
+# PCIe data rate of one lane by generation, after encoding, bytes per second.
+_LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+# Measured against nominal on one PCIe 5.0 machine: 55.0 of 63.0 GB/s.
+_LINK_SHARE = 0.87
+# Classes of GPU by a word in the NVML name: dense bf16 FLOP/s and bytes/s of memory.
+_GPU_CLASSES = {
+    "B200": (2.25e15, 8.0e12),
+    "H200": (989e12, 4.8e12),
+    "H100": (989e12, 3.35e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 864e9),
+    "L4": (121e12, 300e9),
+    "4090": (165e12, 1008e9),
+    "3090": (71e12, 936e9),
+    "A6000": (154.8e12, 768e9),
+    "A5000": (111e12, 768e9),
+    "A10": (125e12, 600e9),
+}
+_GPU_DEFAULT = (111e12, 768e9)
+
+
+def detect(root: str | Path = "/") -> HardwareSpec:
+    """This machine as a HardwareSpec; rates nobody reported are assumed by class.
+
+    Parameters
+    ----------
+    root : path
+        Where ``proc`` and ``sys`` are found.
+
+    Raises
+    ------
+    MachineError
+        If the size of host memory cannot be read.
+    """
+    root = Path(root)
+    host, host_source = _host_memory(root)
+    cpu_name = _cpu_name(root)
+    cores = _cores()
+    values: dict[str, Any] = {
+        "name": platform.node() or "this machine",
+        "cpu_name": f"{cpu_name}, {cores} cores",
+        "host_memory_bytes": host,
+        "gpu_efficiency": ((1, 0.004), (64, 0.1), (256, 0.45), (1024, 0.68), (4096, 0.74)),
+        "launch_s": 1e-5,
+        "duplex_bytes_per_s": None,
+        "copy_latency_s": 2.3e-5,
+        "cpu_flops": cores * 50e9,
+        "cpu_attn_flops": cores * 25e9,
+        "host_bytes_per_s": min(cores * 6e9, 150e9),
+        "cpu_attn_bytes_per_s": min(cores * 6e9, 100e9),
+    }
+    source = {
+        "name": "host name",
+        "cpu_name": "/proc/cpuinfo and the process's CPU affinity",
+        "host_memory_bytes": host_source,
+        "gpu_efficiency": "assumed: the shape measured on one H200 machine",
+        "launch_s": "assumed: 10 us a kernel",
+        "duplex_bytes_per_s": "assumed: directions do not slow each other",
+        "copy_latency_s": "assumed: 23 us, measured on one H200 machine",
+        "cpu_flops": "assumed: 50 GFLOP/s a core",
+        "cpu_attn_flops": "assumed: 25 GFLOP/s a core",
+        "host_bytes_per_s": "assumed: 6 GB/s a core, at most 150 GB/s",
+        "cpu_attn_bytes_per_s": "assumed: 6 GB/s a core, at most 100 GB/s",
+    }
+    found = _gpu()
+    if isinstance(found, str):
+        # Lanes are then all CPU threads: a copy is a memcpy, "GPU memory" is host memory.
+        why = f"assumed: {found}; CPU lanes stand in"
+        gpu = {
+            "gpu_name": "none (CPU lanes)",
+            "gpu_memory_bytes": host,
+            "gpu_flops": values["cpu_flops"],
+            "gpu_efficiency": ((1, 0.1), (64, 1.0)),
+            "gpu_bytes_per_s": values["host_bytes_per_s"],
+            "h2d_bytes_per_s": values["host_bytes_per_s"] / 2,
+            "d2h_bytes_per_s": values["host_bytes_per_s"] / 2,
+            "zero_copy_bytes_per_s": values["host_bytes_per_s"] / 2,
+        }
+        gpu_source = dict.fromkeys(gpu, why)
+    else:
+        gpu, gpu_source = found
+    return HardwareSpec(**values | gpu, source=source | gpu_source)
+
+
+def _gpu() -> tuple[dict[str, Any], dict[str, str]] | str:
+    """Fields of the first GPU and their sources, or why there is none."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return "no GPU seen (nvidia-ml-py is not installed)"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as e:
+        return f"no GPU seen (NVML: {e})"
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        name = nvml.nvmlDeviceGetName(handle)
+        name = name.decode() if isinstance(name, bytes) else name
+        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
+        width = nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    except nvml.NVMLError as e:
+        return f"no GPU seen (NVML: {e})"
+    finally:
+        nvml.nvmlShutdown()
+    known = next((word for word in _GPU_CLASSES if word in name.replace("-", " ").split()), None)
+    flops, bandwidth = _GPU_CLASSES[known] if known else _GPU_DEFAULT
+    of_class = f"assumed: data sheet of class {known or 'A5000, this GPU is not in the table'}"
+    link = _LANE_BYTES_PER_S.get(generation, _LANE_BYTES_PER_S[4]) * width * _LINK_SHARE
+    of_link = f"assumed: {_LINK_SHARE:.0%} of PCIe {generation}.0 x{width} as NVML reports it"
+    return {
+        "gpu_name": name,
+        "gpu_memory_bytes": memory,
+        "gpu_flops": flops,
+        "gpu_bytes_per_s": bandwidth,
+        "h2d_bytes_per_s": link,
+        "d2h_bytes_per_s": link,
+        "zero_copy_bytes_per_s": link * 0.9,
+    }, {
+        "gpu_name": "NVML",
+        "gpu_memory_bytes": "NVML",
+        "gpu_flops": of_class,
+        "gpu_bytes_per_s": of_class,
+        "h2d_bytes_per_s": of_link,
+        "d2h_bytes_per_s": of_link,
+        "zero_copy_bytes_per_s": f"{of_link}, and 90% of that",
+    }
+
+
+def _host_memory(root: Path) -> tuple[int, str]:
+    """Bytes that this process may use: the machine's memory, or its cgroup's if smaller."""
+    total = None
+    try:
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                total = int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        total = None
+    source = "/proc/meminfo"
+    if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        total, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "sysconf"
+    if total is None:
+        raise MachineError(
+            "the size of host memory cannot be read on this system: "
+            "start from HardwareSpec.from_name(...).with_(host_memory_bytes=...)"
+        )
+    for path, what in _cgroup_limits(root):
+        try:
+            limit = int(path.read_text())
+        except (OSError, ValueError):
+            continue  # no such file, or "max": no limit there
+        if limit < total:
+            total, source = limit, what
+    return total, source
+
+
+def _cgroup_limits(root: Path) -> list[tuple[Path, str]]:
+    """Files that may limit this process: its cgroup and all above it, versions 2 and 1."""
+    v2, v1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
+    own: dict[str, str] = {}
+    try:
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own[controllers] = path.strip("/")
+    except (OSError, ValueError):
+        own = {}
+    files = []
+    for base, path, leaf, version in (
+        (v2, own.get("", ""), "memory.max", 2),
+        (v1, own.get("memory", ""), "memory.limit_in_bytes", 1),
+    ):
+        parts = [p for p in path.split("/") if p and p != ".."]
+        for n in range(len(parts) + 1):
+            files.append((base.joinpath(*parts[:n], leaf), f"cgroup v{version} limit"))
+    return files
+
+
+def _cpu_name(root: Path) -> str:
+    try:
+        for line in (root / "proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

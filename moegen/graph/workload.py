@@ -1,0 +1,200 @@
+"""Workload: how many rows of which prompt and generation length."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from moegen.errors import InvalidInput
+
+PRESETS = Path(__file__).parent.parent / "data" / "workloads.yaml"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A histogram of lengths.
+
+    Parameters
+    ----------
+    groups : tuple of (prompt_len, gen_len, count)
+        Tokens of prompt and of generation, and how many rows have just these.
+    name : str
+        For people.
+
+    Raises
+    ------
+    InvalidInput
+        If there is no group, or a number is not a whole number of at least 1.
+    """
+
+    groups: tuple[tuple[int, int, int], ...]
+    name: str = "workload"
+
+    def __post_init__(self) -> None:
+        merged: Counter[tuple[int, int]] = Counter()
+        for group in self.groups:
+            if len(group) != 3:
+                raise InvalidInput(f"a group is (prompt_len, gen_len, count), got {group!r}")
+            for what, value in zip(("prompt_len", "gen_len", "n"), group, strict=True):
+                _whole(what, value)
+            prompt, gen, count = (int(v) for v in group)
+            merged[prompt, gen] += count
+        if not merged:
+            raise InvalidInput(f"{self.name} has no rows")
+        groups = tuple((p, g, n) for (p, g), n in sorted(merged.items()))
+        object.__setattr__(self, "groups", groups)
+
+    @classmethod
+    def uniform(cls, n: int, prompt_len: int, gen_len: int) -> Workload:
+        """``n`` rows of one length."""
+        return cls(((prompt_len, gen_len, n),), name=f"{n} x ({prompt_len} + {gen_len})")
+
+    @classmethod
+    def preset(cls, name: str) -> Workload:
+        """A data set of the paper's table 4 at its mean lengths: mmlu, gsm8k, chatbot-arena."""
+        presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
+        if name not in presets:
+            raise InvalidInput(f"{name!r} is no preset; presets are {', '.join(sorted(presets))}")
+        p = presets[name]
+        return cls(((p["prompt_len"], p["gen_len"], p["n"]),), name=name)
+
+    @classmethod
+    def from_lengths(
+        cls, prompt_lens: Iterable[int], gen_lens: Iterable[int], name: str = "workload"
+    ) -> Workload:
+        """From one prompt and one generation length per row."""
+        try:
+            pairs = Counter(zip(prompt_lens, gen_lens, strict=True))
+        except ValueError:
+            raise InvalidInput("prompt_lens and gen_lens must be equally long") from None
+        return cls(tuple((p, g, n) for (p, g), n in pairs.items()), name=name)
+
+    @classmethod
+    def from_jsonl(
+        cls, path: str | Path, *, count_tokens: Callable[[Any], int], gen_len: int = 256
+    ) -> Workload:
+        """From a file of requests, one JSON object a line.
+
+        Parameters
+        ----------
+        path : path
+            Lines of ``{"id", "prompt"}`` or ``{"id", "messages"}``, with an optional
+            ``max_tokens``; empty lines are skipped.
+        count_tokens : callable
+            Tokens of a prompt (a str) or of messages (a list of dicts).
+        gen_len : int
+            Tokens to generate where a line has no ``max_tokens``.
+
+        Raises
+        ------
+        InvalidInput
+            If the file cannot be read; for a bad line, with its number.
+        """
+        pairs: Counter[tuple[int, int]] = Counter()
+        try:
+            with open(path, encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        where = f"{path}, line {number}"
+                        pairs[_request(line, where, count_tokens, gen_len)] += 1
+        except (OSError, UnicodeDecodeError) as e:
+            raise InvalidInput(f"{path} cannot be read: {e}") from e
+        return cls(tuple((p, g, n) for (p, g), n in pairs.items()), name=Path(path).name)
+
+    @property
+    def n(self) -> int:
+        """Rows."""
+        return sum(n for _, _, n in self.groups)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(p * n for p, _, n in self.groups)
+
+    @property
+    def gen_tokens(self) -> int:
+        """Tokens to generate, all rows."""
+        return sum(g * n for _, g, n in self.groups)
+
+    @property
+    def max_len(self) -> int:
+        """Prompt and generation of the longest row."""
+        return max(p + g for p, g, _ in self.groups)
+
+    @property
+    def max_prompt_len(self) -> int:
+        """The longest prompt."""
+        return max(p for p, _, _ in self.groups)
+
+    @property
+    def mean_len(self) -> float:
+        """Prompt and generation of the mean row."""
+        return (self.prompt_tokens + self.gen_tokens) / self.n
+
+    @property
+    def lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Prompt and generation length of every row, each of shape [n], shortest prompt first."""
+        prompts, gens, counts = np.array(self.groups, dtype=np.int64).T
+        return np.repeat(prompts, counts), np.repeat(gens, counts)
+
+    def longest(self, rows: int, *, prompt_only: bool = False) -> int:
+        """Tokens of the ``rows`` longest rows together; rows beyond ``n`` are as long as the mean.
+
+        This is what a batch of so many rows needs at worst. With ``prompt_only``
+        the generation is left out.
+        """
+        sizes = sorted(
+            ((p + (0 if prompt_only else g), n) for p, g, n in self.groups), reverse=True
+        )
+        left, tokens = rows, 0
+        for size, n in sizes:
+            take = min(left, n)
+            tokens += take * size
+            left -= take
+        total = sum(size * n for size, n in sizes)
+        return tokens + -(-left * total // self.n)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"name": self.name, "groups": [list(g) for g in self.groups]}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Workload:
+        """The inverse of :meth:`to_dict`."""
+        return cls(tuple(tuple(g) for g in data["groups"]), name=data["name"])
+
+
+def _whole(what: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise InvalidInput(f"{what} must be a whole number of at least 1, got {value!r}")
+    return int(value)
+
+
+def _request(
+    line: str, where: str, count_tokens: Callable[[Any], int], gen_len: int
+) -> tuple[int, int]:
+    """Prompt and generation length of one line."""
+    try:
+        request = json.loads(line)
+    except ValueError as e:
+        raise InvalidInput(f"{where} is not JSON: {e}") from e
+    if not isinstance(request, dict):
+        raise InvalidInput(f"{where} is not a JSON object")
+    has = [key for key in ("prompt", "messages") if key in request]
+    if len(has) != 1:
+        raise InvalidInput(f'{where} must have either "prompt" or "messages"')
+    content, wanted = request[has[0]], {"prompt": str, "messages": list}[has[0]]
+    if not isinstance(content, wanted):
+        raise InvalidInput(f"{where}: {has[0]} must be a {wanted.__name__}")
+    try:
+        prompt = _whole("the number of prompt tokens", count_tokens(content))
+        return prompt, _whole("max_tokens", request.get("max_tokens", gen_len))
+    except InvalidInput as e:
+        raise InvalidInput(f"{where}: {e}") from e
