@@ -248,6 +248,11 @@ class Layer:
         return self.pre + self.post + self.norm + self.router + self.shared + self.dense_mlp
 
     @property
+    def dense_params(self) -> int:
+        """Elements of everything but the routed experts."""
+        return self._dense.params
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of everything but the routed experts, scales included: the dense blob."""
         dense = self._dense

@@ -1,0 +1,313 @@
+"""The only byte accounting: Eq. 2 (host) and Eq. 3 (GPU) of MoE-Gen as a ledger, line by line.
+
+Buffers are counted as the builder's rings and the kernels hold them; what the allocator
+and the CUDA context take on top is not known here and not counted.
+"""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.model import ModelSpec, Phase
+from moegen.graph.residency import Residency, residency, ring_slots
+from moegen.graph.strategy import Strategy
+from moegen.graph.workload import Workload
+from moegen.units import GIB, format_bytes
+
+__all__ = [
+    "Ledger", "Line", "Residency", "Section", "max_batch_eq2", "memory", "residency", "ring_slots",
+]  # fmt: skip
+
+# What makes each line smaller, for the error message.
+_REMEDY = {
+    "weights": "a smaller model or dtype, or more host memory",
+    "KV store": "a smaller B",
+    "queries and outputs staged": "a smaller B or omega",
+    "resident weights": "a smaller s_params",
+    "embedding and output matrix": "a GPU with more memory",
+    "expert slots": "a smaller s_expert or expert_group",
+    "dense slots": "fewer dense_slots",
+    "KV slots": "a smaller b_a or fewer kv_slots",
+    "row table": "a smaller B",
+    "hidden states": "a smaller B",
+    "queries, keys and values": "a smaller B (decode) or b_a (prefill)",
+    "attention output": "a smaller B (decode) or b_a (prefill)",
+    "keys and values of all heads": "a smaller b_a",
+    "MLP tile": "a smaller b_e",
+    "tokens by expert": "a smaller B",
+    "logits": "a smaller B",
+}
+# Lines that no strategy changes.
+_FIXED = {"weights", "embedding and output matrix"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One entry: what, how many bytes, and how they come about."""
+
+    name: str
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """One memory: its capacity and what is put there."""
+
+    name: str
+    capacity_bytes: int
+    lines: tuple[Line, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes asked for."""
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes left; negative if it does not fit."""
+        return self.capacity_bytes - self.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits."""
+        return self.free_bytes >= 0
+
+    def require(self) -> None:
+        """Raise Infeasible unless it fits."""
+        if self.fits:
+            return
+        biggest = sorted(self.lines, key=lambda line: line.bytes, reverse=True)
+        listed = ", ".join(f"{x.name} {format_bytes(x.bytes)}" for x in biggest[:3])
+        fixed = [x for x in self.lines if x.name in _FIXED]
+        if sum(x.bytes for x in fixed) <= self.capacity_bytes:
+            blame = next(x for x in biggest if x not in fixed)
+        else:
+            blame = fixed[0]
+        raise Infeasible(
+            f"does not fit {self.name} memory: needs {format_bytes(self.total_bytes)} of "
+            f"{format_bytes(self.capacity_bytes)}, {format_bytes(-self.free_bytes)} too much; "
+            f"biggest are {listed}. Try {_REMEDY[blame.name]}",
+            line=self.name,
+            limit_bytes=self.capacity_bytes,
+            need_bytes=self.total_bytes,
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Ledger:
+    """Host and GPU memory of one strategy, line by line."""
+
+    title: str
+    host: Section
+    gpu: Section
+
+    @property
+    def fits(self) -> bool:
+        """Whether both sections fit."""
+        return self.host.fits and self.gpu.fits
+
+    def require(self) -> Ledger:
+        """This ledger if it fits.
+
+        Raises
+        ------
+        Infeasible
+            Naming the section, its biggest lines, the limit, the shortfall and a remedy.
+        """
+        self.host.require()
+        self.gpu.require()
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "title": self.title,
+            "fits": self.fits,
+            **{
+                s.name: {
+                    "capacity_bytes": s.capacity_bytes,
+                    "total_bytes": s.total_bytes,
+                    "free_bytes": s.free_bytes,
+                    "lines": [vars(line) for line in s.lines],
+                }
+                for s in (self.host, self.gpu)
+            },
+        }
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        rows = []
+        for eq, s in (("Eq. 2", self.host), ("Eq. 3", self.gpu)):
+            rows.append((f"{s.name} ({eq})", "GiB", ""))
+            rows += [(f"  {x.name}", f"{x.bytes / GIB:.3f}", x.detail) for x in s.lines]
+            left = "free" if s.fits else "MISSING"
+            rows.append(
+                ("  total", f"{s.total_bytes / GIB:.3f}", f"of {s.capacity_bytes / GIB:.3f}")
+            )
+            rows.append((f"  {left}", f"{abs(s.free_bytes) / GIB:.3f}", ""))
+        return rows
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, _, _ in rows)
+        lines = [f"{name:<{width}}  {size:>9}  {detail}".rstrip() for name, size, detail in rows]
+        return "\n".join([f"Ledger {self.title}", *lines])
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td style='text-align:left;white-space:pre'>{html.escape(name)}</td>"
+            f"<td>{size}</td>"
+            f"<td style='text-align:left'>{html.escape(detail)}</td></tr>"
+            for name, size, detail in self._rows()
+        )
+        return f"<table><caption>{html.escape(self.title)}</caption>{cells}</table>"
+
+
+def memory(
+    model: ModelSpec, hw: HardwareSpec, s: Strategy, work: Workload, *, phase: Phase = "decode"
+) -> Ledger:
+    """What a strategy puts into host and GPU memory.
+
+    Parameters
+    ----------
+    phase : {"decode", "prefill"}
+        The phase ``s`` is for. Rows are counted at the lengths of the longest B rows
+        of the workload (b_a for a micro-batch).
+
+    Returns
+    -------
+    Ledger
+        Whether or not it fits; :meth:`Ledger.require` raises where it does not.
+
+    Notes
+    -----
+    Eq. 2: S_KV-CPU(B) + S_Model <= m_c.
+    Eq. 3: S_Params + S_Expert + S_Dense + S_KV-GPU(b_a) + S_IS(B, b_a, b_e) <= m_g.
+    """
+    if phase not in ("decode", "prefill"):
+        raise InvalidInput(f'phase must be "decode" or "prefill", got {phase!r}')
+    need = _Need(model, s, work, phase)
+    return Ledger(
+        f"{model.name} on {hw.name}, {phase}, B={s.B}",
+        Section("host", int(hw.host_memory_bytes), _lines(need.host())),
+        Section("gpu", int(hw.gpu_memory_bytes), _lines(need.gpu())),
+    )
+
+
+def max_batch_eq2(model: ModelSpec, hw: HardwareSpec, work: Workload) -> int:
+    """The most sequences whose KV fits beside the weights in host memory: Eq. 2 alone.
+
+    The longest rows of the workload first; 0 if the weights alone do not fit.
+    """
+    tokens = (int(hw.host_memory_bytes) - model.weight_bytes) // model.kv_bytes_per_token
+    low, high = 0, max(0, tokens)  # a row has at least one token
+    while low < high:
+        middle = (low + high + 1) // 2
+        if work.longest(middle) <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _lines(entries: list[tuple[str, int, str]]) -> tuple[Line, ...]:
+    return tuple(Line(*entry) for entry in entries if entry[1])
+
+
+class _Need:
+    """The quantities that the lines of a ledger are made of."""
+
+    def __init__(self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase) -> None:
+        self.model, self.s, self.phase, self.decode = model, s, phase, phase == "decode"
+        self.kept = residency(model, s.s_params)
+        self.store_tokens = work.longest(s.B)
+        self.cpu_rows = int(s.omega * s.B + 0.5) if self.decode else 0
+        self.part_rows = min(s.b_a, s.B - self.cpu_rows)
+        # New tokens of a step, and of what is staged for attention at once.
+        self.tokens = s.B if self.decode else work.longest(s.B, prompt_only=True)
+        self.staged = s.B if self.decode else work.longest(self.part_rows, prompt_only=True)
+        self.slot_tokens = work.longest(self.part_rows) if self.decode else 0
+        attention = [layer.attention for layer in model.layers]
+        self.q = max(a.q_width(phase) for a in attention)
+        self.out = max(a.out_width(phase) for a in attention)
+        self.kv = max(a.kv_width for a in attention)
+
+    def host(self) -> list[tuple[str, int, str]]:
+        m, a, rows = self.model, self.model.act_bytes, self.cpu_rows
+        experts = max(layer.n_experts for layer in m.layers)
+        return [
+            ("weights", m.weight_bytes, f"{m.n_params / 1e9:.3f} B parameters"),
+            (
+                "KV store",
+                self.store_tokens * m.kv_bytes_per_token,
+                f"{self.s.B} rows, {self.store_tokens} tokens of {m.kv_bytes_per_token} B",
+            ),
+            (
+                "queries and outputs staged",
+                rows * (self.q + self.kv + self.out) * a,
+                f"{rows} rows that the CPU attends to",
+            ),
+            ("row table", self._table() + 8 * experts, f"{self.s.B} rows, counts by expert"),
+        ]
+
+    def _table(self) -> int:
+        return 8 * (2 * self.tokens + 6 * self.s.B)
+
+    def gpu(self) -> list[tuple[str, int, str]]:
+        m, s, kept, a = self.model, self.s, self.kept, self.model.act_bytes
+        slots = ring_slots(m, s, kept)
+        n_dense, n_expert = slots["dense_weights"], slots["expert_weights"]
+        n_kv = slots["kv"] if self.part_rows and self.decode else 0
+        expert = max(x.expert_bytes + x.expert_scale_bytes for x in m.layers) * s.expert_group
+        dense = max(x.dense_bytes for x in m.layers)
+        tile = min(s.b_e, self.tokens)
+        widest = max(
+            max(x.moe_intermediate, x.shared_intermediate, x.dense_intermediate) for x in m.layers
+        )
+        top_k = max(x.top_k for x in m.layers)
+        mla = max(
+            x.attention.n_heads * (x.attention.head_dim + x.attention.v_head_dim)
+            if x.attention.kind == "mla" and not self.decode
+            else 0
+            for x in m.layers
+        )
+        tokens, hidden = self.tokens, m.hidden
+        return [
+            (
+                "resident weights",
+                kept.bytes,
+                f"{sum(kept.dense)} dense blobs, {sum(kept.experts)} experts (S_Params)",
+            ),
+            ("embedding and output matrix", m.head_bytes, "always on the GPU"),
+            (
+                "expert slots",
+                n_expert * expert,
+                f"{n_expert} of {format_bytes(expert)} (S_Expert)",
+            ),
+            ("dense slots", n_dense * dense, f"{n_dense} of {format_bytes(dense)} (S_Dense)"),
+            (
+                "KV slots",
+                n_kv * self.slot_tokens * self.kv * a,
+                f"{n_kv} of {self.part_rows} rows, one layer (S_KV-GPU)",
+            ),
+            ("row table", self._table(), f"{s.B} rows"),
+            ("hidden states", 3 * tokens * hidden * a, f"{tokens} tokens: before, after, normed"),
+            (
+                "queries, keys and values",
+                2 * self.staged * (self.q + self.kv) * a,
+                f"2 of {self.staged} tokens",
+            ),
+            ("attention output", self.staged * self.out * a, f"{self.staged} tokens"),
+            ("keys and values of all heads", self.staged * mla * a, f"{self.staged} tokens, MLA"),
+            ("MLP tile", tile * (3 * widest + 2 * hidden) * a, f"{tile} tokens (b_e)"),
+            (
+                "tokens by expert",
+                2 * tokens * top_k * hidden * a,
+                f"{tokens} x {top_k}, in and out",
+            ),
+            ("logits", s.B * m.vocab * 4, f"{s.B} rows in float32"),
+        ]
