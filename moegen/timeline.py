@@ -1,0 +1,393 @@
+"""Timeline: when every task of a run began and ended, simulated or measured."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from moegen.errors import InvalidInput
+from moegen.graph.io import from_dict
+from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Task, TaskGraph, TaskId
+from moegen.units import format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+FORMAT = "moegen.timeline/1"
+Source = Literal["simulated", "measured"]
+#: Lanes as people want to see them: what computes first, then what moves data.
+LANES = (Lane.GPU, Lane.CPU, Lane.BULK, Lane.KV, Lane.ACT)
+_WORK = ("flops", "gpu_bytes", "h2d_bytes", "d2h_bytes", "host_bytes", "rows", "launches")
+# When several edges released a task at the same moment, the one that says most.
+_TELLING = {EdgeKind.DATA: 0, EdgeKind.BUFFER: 1, EdgeKind.LANE: 2}
+
+
+class Timeline:
+    """Start and end of every task of one or more steps.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        The structure of one step (``ids`` carry the step), or the unrolled graph.
+    ids : sequence of TaskId, length n
+        One entry a task and step.
+    start_s, end_s : array_like, shape [n]
+        Seconds from the beginning of the run.
+    ready_s : array_like, shape [n], optional
+        When each task's inputs were there. By default the latest end of the tasks that its
+        DATA edges name.
+    source : {"simulated", "measured"}
+        Which clock.
+    tokens_actual : array_like, shape [n], optional
+        Tokens that each task really handled; NaN where unknown.
+    provenance : str or sequence of str, length n, optional
+        Where the durations come from. By default the source.
+    meta : mapping, optional
+        Whatever else is worth keeping, JSON-safe.
+
+    Raises
+    ------
+    InvalidInput
+        If lengths differ, a task is not in the graph or twice here, a time is not finite, or
+        a task ends before it starts.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        ids: Sequence[TaskId],
+        start_s: Any,
+        end_s: Any,
+        ready_s: Any = None,
+        *,
+        source: Source = "simulated",
+        tokens_actual: Any = None,
+        provenance: str | Sequence[str] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> None:
+        if source not in ("simulated", "measured"):
+            raise InvalidInput(f'source must be "simulated" or "measured", got {source!r}')
+        self.graph = graph
+        self.ids = tuple(TaskId(*i) for i in ids)
+        self.source: Source = source
+        self.meta = dict(meta or {})
+        n = len(self.ids)
+        if len(set(self.ids)) != n:
+            raise InvalidInput("a task appears twice in the timeline")
+        one_step = graph.n_steps == 1
+        self.tasks: tuple[Task, ...] = tuple(
+            self._task(i._replace(step=0) if one_step else i) for i in self.ids
+        )
+        self.start_s = _column(start_s, n, "start_s")
+        self.end_s = _column(end_s, n, "end_s")
+        for i in np.flatnonzero(self.end_s < self.start_s)[:1]:
+            raise InvalidInput(
+                f"{self.ids[i]} ends at {self.end_s[i]} s, before it starts at {self.start_s[i]} s"
+            )
+        if tokens_actual is None:
+            tokens_actual = np.full(n, np.nan)
+        self.tokens_actual = _column(tokens_actual, n, "tokens_actual", finite=False)
+        if provenance is None:
+            provenance = source
+        self.provenance = (
+            (provenance,) * n if isinstance(provenance, str) else tuple(map(str, provenance))
+        )
+        if len(self.provenance) != n:
+            raise InvalidInput(f"provenance has {len(self.provenance)} entries for {n} tasks")
+        if ready_s is not None:
+            self.ready_s = _column(ready_s, n, "ready_s")
+
+    def _task(self, task_id: TaskId) -> Task:
+        if task_id not in self.graph:
+            raise InvalidInput(f"{task_id} is no task of the timeline's graph {self.graph!r}")
+        return self.graph[task_id]
+
+    # What is derived from it.
+
+    @cached_property
+    def ready_s(self) -> np.ndarray:
+        """When each task's inputs were there, shape [n]; 0 where it has none."""
+        ready = np.zeros(len(self.ids))
+        for i, task_id in enumerate(self.ids):
+            for e in self.preds[task_id]:
+                if e.reason.kind is EdgeKind.DATA and e.src in self.row:
+                    ready[i] = max(ready[i], self.end_s[self.row[e.src]])
+        return ready
+
+    @cached_property
+    def row(self) -> dict[TaskId, int]:
+        """Position of each task in the arrays."""
+        return {task_id: i for i, task_id in enumerate(self.ids)}
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that the run went through."""
+        return tuple(sorted({i.step for i in self.ids}))
+
+    @cached_property
+    def preds(self) -> Mapping[TaskId, Sequence[Edge]]:
+        """Who each task waits for, over all steps: by edges, and by the order of its lane."""
+        steps = self.steps[-1] + 1 if self.steps else 1
+        g = self.graph.unroll(steps) if self.graph.n_steps == 1 and steps > 1 else self.graph
+        preds = {i: [e for e in es if e.reason.distance == 0] for i, es in g.preds.items()}
+        for queue in g.lanes.values():
+            for u, v in zip(queue, queue[1:], strict=False):
+                if not any(e.src == u.id and e.reason.kind is EdgeKind.LANE for e in preds[v.id]):
+                    preds[v.id].append(Edge(u.id, v.id, Reason(EdgeKind.LANE)))
+        return preds
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last task, in seconds after the beginning of the first."""
+        return float(self.end_s.max() - self.start_s.min()) if self.ids else 0.0
+
+    @property
+    def step_end_s(self) -> np.ndarray:
+        """When the last task of each step ended, shape [steps]."""
+        of = np.array([i.step for i in self.ids])
+        return np.array([self.end_s[of == k].max() for k in self.steps])
+
+    @property
+    def period_s(self) -> float:
+        """Time from one step to the next.
+
+        Over n > 1 steps (end of the last - end of the first) / (n - 1), the end of a step
+        being that of its last task; the makespan where there is only one step.
+        """
+        ends = self.step_end_s
+        if len(ends) < 2:
+            return self.makespan_s
+        return float(ends[-1] - ends[0]) / (self.steps[-1] - self.steps[0])
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row a task: its id, lane, times in seconds, work, tokens and provenance.
+
+        ``wait_s`` is how long a task's inputs lay ready before it began. Work is NaN where
+        the graph has no shape.
+        """
+        import pandas as pd
+
+        frame = pd.DataFrame(list(self.ids), columns=list(TaskId._fields))
+        frame["lane"] = [t.lane.value for t in self.tasks]
+        frame["start_s"] = self.start_s
+        frame["end_s"] = self.end_s
+        frame["duration_s"] = self.end_s - self.start_s
+        frame["ready_s"] = self.ready_s
+        frame["wait_s"] = self.start_s - self.ready_s
+        frame["tokens_planned"] = self._work("tokens")
+        frame["tokens_actual"] = self.tokens_actual
+        for name in _WORK:
+            frame[name] = self._work(name)
+        frame["provenance"] = list(self.provenance)
+        return frame
+
+    def _work(self, name: str) -> list[float]:
+        return [np.nan if t.work is None else getattr(t.work, name) for t in self.tasks]
+
+    def utilization(self) -> pd.DataFrame:
+        """How busy each lane was: ``tasks``, ``busy_s``, ``idle_s`` and ``share`` of the makespan.
+
+        Times at which measured tasks of one lane overlap count once.
+        """
+        import pandas as pd
+
+        rows = []
+        for lane, members in self.by_lane.items():
+            busy, until = 0.0, -np.inf
+            for i in members:
+                start = max(self.start_s[i], until)
+                if self.end_s[i] > start:
+                    busy += float(self.end_s[i] - start)
+                until = max(until, self.end_s[i])
+            share = busy / self.makespan_s if self.makespan_s else 0.0
+            rows.append((lane.value, len(members), busy, self.makespan_s - busy, share))
+        frame = pd.DataFrame(rows, columns=["lane", "tasks", "busy_s", "idle_s", "share"])
+        return frame.set_index("lane")
+
+    @cached_property
+    def by_lane(self) -> dict[Lane, list[int]]:
+        """Positions of each lane's tasks, by start; lanes in the order of ``LANES``."""
+        members: dict[Lane, list[int]] = {}
+        for i, t in enumerate(self.tasks):
+            members.setdefault(t.lane, []).append(i)
+        return {
+            lane: sorted(members[lane], key=lambda i: (self.start_s[i], self.end_s[i]))
+            for lane in LANES
+            if lane in members
+        }
+
+    def critical_path(self) -> pd.DataFrame:
+        """The chain of tasks that led to the last end, first task first.
+
+        Each row is a task and what released it: of the tasks it waited for, the one that
+        ended last. ``edge`` is the kind of that edge, ``buffer`` its buffer, ``slack_s``
+        the time from that end to the task's start (0 in a simulation). The first task has no
+        edge.
+        """
+        import pandas as pd
+
+        rows = []
+        here = max(self.ids, key=lambda i: (self.end_s[self.row[i]], self.row[i]), default=None)
+        while here is not None:
+            i = self.row[here]
+            released = self._released_by(here)
+            freed_s = 0.0 if released is None else self.end_s[self.row[released.src]]
+            rows.append(
+                {
+                    **here._asdict(),
+                    "lane": self.tasks[i].lane.value,
+                    "start_s": self.start_s[i],
+                    "end_s": self.end_s[i],
+                    "duration_s": self.end_s[i] - self.start_s[i],
+                    "edge": "" if released is None else released.reason.kind.value,
+                    "buffer": "" if released is None else released.reason.buffer,
+                    "slack_s": self.start_s[i] - freed_s,
+                }
+            )
+            here = None if released is None else released.src
+        columns = [*TaskId._fields, "lane", "start_s", "end_s", "duration_s"]
+        return pd.DataFrame(rows[::-1], columns=[*columns, "edge", "buffer", "slack_s"])
+
+    def _released_by(self, task_id: TaskId) -> Edge | None:
+        edges = [e for e in self.preds[task_id] if e.src in self.row]
+        return min(
+            edges,
+            key=lambda e: (-self.end_s[self.row[e.src]], _TELLING[e.reason.kind]),
+            default=None,
+        )
+
+    # Views of it.
+
+    def plot(
+        self,
+        ax: Axes | None = None,
+        *,
+        steps: int | Collection[int] | None = None,
+        layers: int | Collection[int] | None = None,
+    ) -> Axes:
+        """A Gantt chart, lanes as rows; see :func:`moegen.plot.gantt`."""
+        from moegen.plot import gantt
+
+        return gantt(self, ax=ax, steps=steps, layers=layers)
+
+    def to_perfetto(self, path: str | Path) -> None:
+        """Write a trace for ui.perfetto.dev or chrome://tracing."""
+        from moegen.trace import write_perfetto
+
+        write_perfetto(self, path)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        n = len(self.steps)
+        lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in self._shares())
+        period = f", period {format_seconds(self.period_s)}" if n > 1 else ""
+        return (
+            f"<Timeline {self.source} {self._name()}: {len(self)} tasks, {n} step(s), "
+            f"makespan {format_seconds(self.makespan_s)}{period}; busy {lanes}>"
+        )
+
+    def _repr_html_(self) -> str:
+        bars = "".join(
+            f"<tr><td>{lane}</td><td style='width:20em;background:#eee;padding:0'>"
+            f"<div style='width:{100 * share:.1f}%;background:#4c78a8'>&nbsp;</div></td>"
+            f"<td>{share:.1%}</td></tr>"
+            for lane, share in self._shares()
+        )
+        n = len(self.steps)
+        return (
+            f"<div><b>Timeline</b>, {self.source}, {html.escape(self._name())}: {len(self)} tasks, "
+            f"{n} step(s), makespan {format_seconds(self.makespan_s)}, "
+            f"period {format_seconds(self.period_s)}<table>{bars}</table></div>"
+        )
+
+    def _name(self) -> str:
+        model = self.graph.model
+        return f"{model.name if model is not None else 'hand-made'} {self.graph.phase}"
+
+    def _shares(self) -> list[tuple[str, float]]:
+        share = self.utilization()["share"]
+        return [(str(lane), float(share[lane])) for lane in share.index]
+
+    # On disk.
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, the graph included."""
+        return {
+            "format": FORMAT,
+            "source": self.source,
+            "meta": self.meta,
+            "graph": self.graph.to_dict(),
+            "ids": [list(i) for i in self.ids],
+            "start_s": self.start_s.tolist(),
+            "end_s": self.end_s.tolist(),
+            "ready_s": self.ready_s.tolist(),
+            "tokens_actual": [None if np.isnan(x) else float(x) for x in self.tokens_actual],
+            "provenance": list(self.provenance),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
+        """Inverse of :meth:`to_dict`.
+
+        Raises
+        ------
+        InvalidInput
+            If the data are not a timeline, or are damaged.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise InvalidInput(f"not a timeline: its format is not {FORMAT!r}")
+        try:
+            return cls(
+                from_dict(data["graph"]),
+                [TaskId(*i) for i in data["ids"]],
+                data["start_s"],
+                data["end_s"],
+                data["ready_s"],
+                source=data["source"],
+                tokens_actual=[np.nan if x is None else x for x in data["tokens_actual"]],
+                provenance=data["provenance"],
+                meta=data["meta"],
+            )
+        except (KeyError, TypeError) as e:
+            raise InvalidInput(f"the timeline is damaged: {type(e).__name__}: {e}") from e
+
+    def save(self, path: str | Path) -> None:
+        """Write the timeline as JSON; :meth:`load` gives back an equal one."""
+        Path(path).write_text(json.dumps(self.to_dict(), allow_nan=False), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """Read a timeline that :meth:`save` wrote.
+
+        Raises
+        ------
+        InvalidInput
+            If the file is missing or holds no timeline.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as e:
+            raise InvalidInput(f"cannot read the timeline {path}: {e.strerror or e}") from e
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise InvalidInput(f"{path} is not JSON: line {e.lineno}: {e.msg}") from e
+        return cls.from_dict(data)
+
+
+def _column(values: Any, n: int, name: str, *, finite: bool = True) -> np.ndarray:
+    column = np.asarray(values, dtype=float)
+    if column.shape != (n,):
+        raise InvalidInput(f"{name} has shape {list(column.shape)} for {n} tasks")
+    if finite and not np.isfinite(column).all():
+        raise InvalidInput(f"{name} holds {column[~np.isfinite(column)][0]}: times must be finite")
+    return column

@@ -1,0 +1,131 @@
+"""Cost models: round numbers in, seconds worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from handmade import task, tid
+
+from moegen.errors import GraphError, InvalidInput
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.task import NO_WORK, Lane, Task, TaskId, Work
+from moegen.sim.cost import RESOURCES, Cost, CostModel
+
+
+@pytest.fixture
+def hw() -> HardwareSpec:
+    return HardwareSpec.from_name("h200").with_(
+        gpu_flops=1000.0,
+        gpu_efficiency=((1, 0.25), (101, 0.75)),
+        gpu_bytes_per_s=200.0,
+        launch_s=0.5,
+        h2d_bytes_per_s=10.0,
+        d2h_bytes_per_s=8.0,
+        duplex_bytes_per_s=6.0,
+        copy_latency_s=2.0,
+        zero_copy_bytes_per_s=5.0,
+        cpu_flops=100.0,
+        host_bytes_per_s=50.0,
+        cpu_attn_bytes_per_s=20.0,
+        cpu_attn_flops=40.0,
+    )
+
+
+def estimate(hw, op, lane, **work) -> Cost:
+    return CostModel.roofline(hw).estimate(task(op, lane, Work(**work)))
+
+
+def test_a_gpu_op_is_bound_by_arithmetic_or_by_memory(hw):
+    # 51 tokens: half way, so half of 1000 FLOP/s: 4 s; 400 bytes take 2 s; a launch 0.5 s.
+    assert estimate(hw, "expert", "GPU", flops=2000, gpu_bytes=400, tokens=51).seconds == 4.5
+    assert estimate(hw, "expert", "GPU", flops=200, gpu_bytes=400, tokens=51).seconds == 2.5
+    # Three kernels of 34 tokens are not one of 102: less efficient, and three launches.
+    tiled = estimate(hw, "expert", "GPU", flops=2000, tokens=102, launches=3)
+    assert tiled.seconds == pytest.approx(2000 / (1000 * (0.25 + 0.5 * 33 / 100)) + 1.5)
+    assert tiled.demands["gpu"] == tiled.seconds
+
+
+def test_a_bulk_copy_takes_its_latency_and_its_bytes(hw):
+    cost = estimate(hw, "copy_expert", "BULK", h2d_bytes=100, launches=2)
+    assert cost.seconds == 2 * 2.0 + 10.0
+    assert cost.demands["h2d"] == cost.demands["host_memory"] == 100
+    assert cost.provenance == "roofline"
+
+
+def test_zero_copy_kernels_are_held_by_their_own_rate_and_by_the_link(hw):
+    assert estimate(hw, "fetch_kv", "KV", h2d_bytes=100).seconds == 0.5 + 20.0
+    assert estimate(hw, "send_qkv", "ACT", d2h_bytes=100).seconds == 0.5 + 20.0
+    fast = hw.with_(zero_copy_bytes_per_s=100.0)
+    assert estimate(fast, "fetch_kv", "KV", h2d_bytes=100).seconds == 0.5 + 10.0
+    assert estimate(fast, "append_kv", "KV", d2h_bytes=100).seconds == 0.5 + 12.5
+
+
+def test_cpu_attention_is_bound_by_memory_or_by_arithmetic(hw):
+    assert estimate(hw, "attn_cpu", "CPU", host_bytes=100, flops=80).seconds == 5.0
+    latent = estimate(hw, "attn_cpu", "CPU", host_bytes=100, flops=400)
+    assert latent.seconds == 10.0
+    assert latent.demands["host_memory"] == 100
+    # Any other work of the CPU runs at its general rates.
+    assert estimate(hw, "pack", "CPU", host_bytes=100, flops=400).seconds == 4.0
+
+
+def test_every_demand_has_a_capacity_and_the_link_gives_less_both_ways(hw):
+    cost = CostModel.roofline(hw)
+    assert tuple(cost.capacities()) == RESOURCES
+    assert (cost.capacities()["h2d"], cost.capacities()["d2h"]) == (10.0, 8.0)
+    both = cost.capacities({"h2d", "d2h"})
+    assert (both["h2d"], both["d2h"]) == (6.0, 6.0)
+    unlimited = CostModel.roofline(hw.with_(duplex_bytes_per_s=None))
+    assert unlimited.capacities({"h2d", "d2h"})["h2d"] == 10.0
+
+
+def test_loads_never_exceed_what_there_is(hw):
+    cost = CostModel.roofline(hw)
+    # Attention reads at 20 a second, memory gives 15.
+    slow = CostModel.roofline(hw.with_(host_bytes_per_s=15.0))
+    attn = task("attn_cpu", "CPU", Work(host_bytes=100))
+    assert cost.loads(cost.estimate(attn))["host_memory"] == 20.0
+    assert slow.loads(slow.estimate(attn))["host_memory"] == 15.0
+    assert cost.loads(Cost(0.0, "given", {"h2d": 5.0})) == {}
+
+
+def test_a_measured_rate_replaces_the_catalogue(hw):
+    assert estimate(hw.with_(h2d_bytes_per_s=20.0), "x", "BULK", h2d_bytes=100).seconds == 7.0
+
+
+def test_nothing_to_do_costs_nothing_and_no_shape_is_an_error(hw):
+    cost = CostModel.roofline(hw)
+    assert cost.seconds(task("attn_cpu", "CPU", NO_WORK)) == 0.0
+    with pytest.raises(GraphError, match=r"g\.bind\(shape\)"):
+        cost.seconds(task("expert", "GPU"))
+
+
+def test_fixed_looks_up_the_task_then_its_first_step_then_its_op():
+    later = Task(TaskId("expert", "decode", 3, 1), Lane.GPU)
+    first = later.id._replace(step=0)
+    assert CostModel.fixed({"expert": 1, first: 2, later.id: 3}).seconds(later) == 3.0
+    assert CostModel.fixed({"expert": 1, first: 2}).seconds(later) == 2.0
+    assert CostModel.fixed({"expert": 1}).seconds(later) == 1.0
+    with pytest.raises(InvalidInput, match=r"no duration is given for decode:expert\.s3\.l1"):
+        CostModel.fixed({"route": 1}).seconds(later)
+    assert CostModel.fixed({}).seconds(task("expert", "GPU", NO_WORK)) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, "soon"])
+def test_numbers_are_checked(bad):
+    with pytest.raises(InvalidInput, match="duration of"):
+        CostModel.fixed({tid("a"): bad})
+    with pytest.raises(InvalidInput):
+        Cost(bad, "given")
+    with pytest.raises(InvalidInput, match="h2d"):
+        Cost(1.0, "given", {"h2d": bad})
+    with pytest.raises(InvalidInput, match="capacity of h2d"):
+        CostModel.fixed({}, capacities={"h2d": bad})
+
+
+def test_a_demand_needs_a_capacity_above_zero():
+    with pytest.raises(InvalidInput, match="h2d, whose capacity is not given"):
+        CostModel.fixed({"a": 1}, demands={"a": {"h2d": 1}})
+    with pytest.raises(InvalidInput, match="above 0"):
+        CostModel.fixed({"a": 1}, capacities={"h2d": 0})
