@@ -170,7 +170,7 @@ def test_parts_add_up():
 
 def test_new_and_old_spellings_mean_the_same():
     old = config("deepseek-v2-lite")
-    new = dict(old)
+    new = config("deepseek-v2-lite")
     new["dtype"] = new.pop("torch_dtype")
     scaling = new.pop("rope_scaling")
     new["rope_parameters"] = {"rope_theta": new.pop("rope_theta"), "rope_type": scaling.pop("type")}

@@ -334,7 +334,16 @@ def _attention(c: Config, family: Family, hidden: int, window: int | None) -> At
     if qk_norm == "use_qk_norm":
         qk_norm = "head" if c.flag("use_qk_norm", False) else None
     return Attention(
-        "gqa", n_heads, n_kv, dim, dim, window=window, qk_norm=qk_norm, sinks=family.sinks
+        "gqa",
+        n_heads,
+        n_kv,
+        dim,
+        dim,
+        window=window,
+        qk_norm=qk_norm,
+        sinks=family.sinks,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
     )
 
 

@@ -1,0 +1,199 @@
+"""The ledger: Eq. 2 and Eq. 3, residency, slots, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.memory import max_batch_eq2, memory, residency, ring_slots
+from moegen.graph.model import ModelSpec
+from moegen.graph.strategy import Strategy
+from moegen.graph.workload import Workload
+
+C2 = HardwareSpec.from_name("c2")
+MIXTRAL = ModelSpec.from_pretrained("mixtral-8x7b")
+LITE = ModelSpec.from_pretrained("deepseek-v2-lite")
+R1 = ModelSpec.from_pretrained("deepseek-r1")
+WORK = Workload.uniform(8500, 512, 256)
+PAPER = Strategy(B=3640, b_a=256, b_e=8192, s_expert=8 * MIXTRAL.expert_bytes, omega=0.6)
+
+
+def lines(section) -> dict[str, int]:
+    return {line.name: line.bytes for line in section.lines}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"), [("mixtral-8x7b", 4158), ("mixtral-8x22b", 1309), ("deepseek-v2", 763)]
+)
+def test_batch_by_eq2_alone(name, batch):
+    assert max_batch_eq2(ModelSpec.from_pretrained(name), C2, WORK) == batch
+
+
+def test_batch_of_figure_7():
+    hw = C2.with_(host_memory_bytes=MIXTRAL.weight_bytes + 128 * 2**30)
+    assert max_batch_eq2(MIXTRAL, hw, Workload.uniform(5000, 256, 32)) == 3640
+    assert 3640 == 128 * 2**30 // (131072 * 288)
+
+
+def test_weights_alone_too_big():
+    assert max_batch_eq2(R1, C2, WORK) == 0
+    s = Strategy(B=1, b_a=1, b_e=1)
+    with pytest.raises(Infeasible, match="smaller model or dtype") as e:
+        memory(R1, C2, s, WORK).require()
+    assert e.value.line == "host"
+
+
+def test_longest_rows_decide_the_batch():
+    work = Workload.from_lengths([100] * 10 + [10] * 1000, [1] * 1010)
+    free = 131072 * (5 * 101)
+    hw = C2.with_(host_memory_bytes=MIXTRAL.weight_bytes + free)
+    assert max_batch_eq2(MIXTRAL, hw, work) == 5
+    assert max_batch_eq2(MIXTRAL, hw.with_(host_memory_bytes=hw.host_memory_bytes - 1), work) == 4
+
+
+def test_the_papers_strategy_fits():
+    ledger = memory(MIXTRAL, C2, PAPER, WORK).require()
+    host, gpu = lines(ledger.host), lines(ledger.gpu)
+    assert host["weights"] == MIXTRAL.weight_bytes
+    assert host["KV store"] == 3640 * 768 * 131072
+    assert host["queries and outputs staged"] == 2184 * (4096 + 2048 + 4096) * 2
+    assert gpu["expert slots"] == 8 * MIXTRAL.expert_bytes
+    assert gpu["dense slots"] == 2 * MIXTRAL.layers[0].dense_bytes
+    assert gpu["KV slots"] == 2 * 256 * 768 * 4096
+    assert gpu["embedding and output matrix"] == (2 * 32000 + 1) * 4096 * 2
+    assert gpu["logits"] == 3640 * 32000 * 4
+    assert ledger.gpu.total_bytes == sum(gpu.values())
+    assert ledger.gpu.free_bytes == 24e9 - ledger.gpu.total_bytes
+
+
+def test_no_kv_on_the_gpu_when_the_cpu_does_it_all_and_none_staged_when_it_does_nothing():
+    all_cpu = memory(MIXTRAL, C2, PAPER.with_(omega=1), WORK)
+    assert "KV slots" not in lines(all_cpu.gpu)
+    no_cpu = memory(MIXTRAL, C2, PAPER.with_(omega=0), WORK)
+    assert "queries and outputs staged" not in lines(no_cpu.host)
+
+
+def test_prefill_counts_tokens_and_no_kv_slots():
+    s = Strategy(B=100, b_a=16, b_e=8192)
+    ledger = memory(MIXTRAL, C2, s, WORK, phase="prefill")
+    gpu = lines(ledger.gpu)
+    assert "KV slots" not in gpu
+    assert gpu["hidden states"] == 3 * 100 * 512 * 4096 * 2
+    assert gpu["queries, keys and values"] == 2 * 16 * 512 * (4096 + 2048) * 2
+    assert gpu["logits"] == 100 * 32000 * 4
+    # MLA expands the latent of a micro-batch for all heads in prefill, never in decode.
+    assert "keys and values of all heads" in lines(memory(LITE, C2, s, WORK, phase="prefill").gpu)
+    assert "keys and values of all heads" not in lines(memory(LITE, C2, s, WORK).gpu)
+    with pytest.raises(InvalidInput, match="phase"):
+        memory(MIXTRAL, C2, s, WORK, phase="train")  # type: ignore[arg-type]
+
+
+def test_resident_weights_leave_no_slots():
+    s = Strategy(B=1, b_a=1, b_e=1, s_params=LITE.weight_bytes)
+    gpu = lines(memory(LITE, HardwareSpec.from_name("h200"), s, WORK).gpu)
+    assert gpu["resident weights"] == LITE.weight_bytes - LITE.head_bytes
+    assert "expert slots" not in gpu and "dense slots" not in gpu
+
+
+def test_what_a_ledger_says_when_host_memory_is_short():
+    ledger = memory(MIXTRAL, C2, PAPER.with_(B=5000), WORK)
+    assert not ledger.fits and not ledger.host.fits and ledger.gpu.fits
+    with pytest.raises(
+        Infeasible, match=r"host memory.*too much; biggest are KV store.*smaller B"
+    ) as e:
+        ledger.require()
+    assert e.value.limit_bytes == 512e9
+    assert e.value.shortfall_bytes == -ledger.host.free_bytes > 0
+    assert "MISSING" in repr(ledger)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"s_expert": 70 * MIXTRAL.expert_bytes}, "smaller s_expert"),
+        ({"s_params": 30 * 10**9}, "smaller s_params"),
+        ({"b_a": 1400, "kv_slots": 6}, "smaller b_a or fewer kv_slots"),
+    ],
+)
+def test_what_a_ledger_says_when_gpu_memory_is_short(changes, remedy):
+    with pytest.raises(Infeasible, match=f"gpu memory.*{remedy}") as e:
+        memory(MIXTRAL, C2, PAPER.with_(**changes), WORK).require()
+    assert e.value.line == "gpu" and e.value.limit_bytes == 24e9
+
+
+def test_forms_of_a_ledger():
+    ledger = memory(MIXTRAL, C2, PAPER, WORK)
+    data = json.loads(json.dumps(ledger.to_dict()))
+    assert data["fits"] is True
+    assert sum(x["bytes"] for x in data["gpu"]["lines"]) == data["gpu"]["total_bytes"]
+    text, html = repr(ledger), ledger._repr_html_()
+    for line in (*ledger.host.lines, *ledger.gpu.lines):
+        assert line.name in text and line.name in html
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, LITE, R1], ids=lambda m: m.name)
+@settings(max_examples=60, deadline=None)
+@given(share=st.floats(0, 1.2))
+def test_residency(model, share):
+    s_params = int(share * model.weight_bytes)
+    kept = residency(model, s_params)
+    dense = sum(x.dense_bytes for x, k in zip(model.layers, kept.dense, strict=True) if k)
+    each = model.expert_bytes + model.layers[-1].expert_scale_bytes
+    assert kept.bytes == dense + each * sum(kept.experts) <= s_params
+    on_moe = [kept.experts[i] for i in model.moe_layers]
+    assert max(on_moe) - min(on_moe) <= 1
+    assert all(k <= x.n_experts for x, k in zip(model.layers, kept.experts, strict=True))
+    # Nothing that still fits is left out.
+    full = all(k == model.layers[-1].n_experts for k in on_moe)
+    assert full or s_params - kept.bytes < each
+    if not all(kept.dense):
+        assert s_params - dense < sum(x.dense_bytes for x in model.layers)
+
+
+def test_residency_ends():
+    none, everything = residency(LITE, 0), residency(LITE, LITE.weight_bytes)
+    assert none.bytes == 0 and not any(none.dense) and not any(none.experts)
+    assert all(everything.dense)
+    assert everything.experts == (0, *[64] * 26)
+    assert everything.bytes == LITE.weight_bytes - LITE.head_bytes
+
+
+def test_residency_spreads_dense_blobs_before_experts():
+    blob = MIXTRAL.layers[0].dense_bytes
+    kept = residency(MIXTRAL, 8 * blob)
+    assert [i for i, k in enumerate(kept.dense) if k] == list(range(3, 32, 4))
+    assert not any(kept.experts)
+    kept = residency(MIXTRAL, 32 * blob + 16 * MIXTRAL.expert_bytes)
+    assert all(kept.dense) and kept.experts == (0, 1) * 16
+
+
+@pytest.mark.parametrize(
+    ("s_expert", "group", "slots"),
+    [(0, 1, 1), (1, 1, 1), (8, 1, 8), (8, 3, 2), (8, 8, 1), (10**6, 1, 256), (10**6, 3, 96)],
+)
+def test_expert_slots(s_expert, group, slots):
+    s = Strategy(B=1, b_a=1, b_e=1, s_expert=s_expert * MIXTRAL.expert_bytes, expert_group=group)
+    assert ring_slots(MIXTRAL, s)["expert_weights"] == slots
+
+
+def test_slots_never_exceed_what_passes_through():
+    s = Strategy(B=1, b_a=1, b_e=1, s_expert=10**12, dense_slots=99, kv_slots=5)
+    assert ring_slots(MIXTRAL, s) == {"expert_weights": 256, "dense_weights": 32, "kv": 5}
+    s = s.with_(s_params=MIXTRAL.weight_bytes)
+    assert ring_slots(MIXTRAL, s) == {"expert_weights": 0, "dense_weights": 0, "kv": 5}
+
+
+@settings(max_examples=40, deadline=None)
+@given(B=st.integers(1, 5000), more=st.integers(1, 500), omega=st.sampled_from([0.0, 0.5, 1.0]))
+def test_a_bigger_batch_never_needs_less(B, more, omega):
+    s = Strategy(B=B, b_a=64, b_e=512, omega=omega)
+    for phase in ("decode", "prefill"):
+        small = memory(MIXTRAL, C2, s, WORK, phase=phase)
+        big = memory(MIXTRAL, C2, s.with_(B=B + more), WORK, phase=phase)
+        assert small.host.total_bytes < big.host.total_bytes
+        assert small.gpu.total_bytes < big.gpu.total_bytes

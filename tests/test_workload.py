@@ -1,0 +1,118 @@
+"""Workload: histograms of lengths, presets, files of requests."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from moegen.errors import InvalidInput
+from moegen.graph.workload import PRESETS, Workload
+
+
+def test_uniform():
+    w = Workload.uniform(n=10, prompt_len=5, gen_len=3)
+    assert (w.n, w.prompt_tokens, w.gen_tokens, w.max_len, w.mean_len) == (10, 50, 30, 8, 8.0)
+    prompts, gens = w.lengths
+    assert prompts.tolist() == [5] * 10 and gens.tolist() == [3] * 10
+
+
+def test_equal_lengths_share_a_group():
+    w = Workload.from_lengths([5, 2, 5, 2], [1, 1, 1, 7])
+    assert w.groups == ((2, 1, 1), (2, 7, 1), (5, 1, 2))
+    assert (w.max_len, w.max_prompt_len, w.mean_len) == (9, 5, 24 / 4)
+    assert [x.tolist() for x in w.lengths] == [[2, 2, 5, 5], [1, 7, 1, 1]]
+
+
+def test_longest_rows():
+    w = Workload.from_lengths([5, 2, 5, 2], [1, 1, 1, 7])
+    assert [w.longest(k) for k in range(5)] == [0, 9, 15, 21, 24]
+    assert w.longest(3, prompt_only=True) == 12
+    assert w.longest(6) == 24 + 12  # two more rows of the mean length, 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"prompt_len": 0}, "prompt_len"),
+        ({"gen_len": -1}, "gen_len"),
+        ({"gen_len": True}, "gen_len"),
+    ],
+)
+def test_uniform_refuses(changes, name):
+    with pytest.raises(InvalidInput, match=f"{name} must be a whole number of at least 1"):
+        Workload.uniform(**{"n": 1, "prompt_len": 1, "gen_len": 1} | changes)
+
+
+def test_no_rows():
+    with pytest.raises(InvalidInput, match="has no rows"):
+        Workload(())
+    with pytest.raises(InvalidInput, match="equally long"):
+        Workload.from_lengths([1, 2], [1])
+
+
+@pytest.mark.parametrize("name", ["mmlu", "gsm8k", "chatbot-arena"])
+def test_presets_are_those_of_the_paper(name):
+    w = Workload.preset(name)
+    with open(PRESETS.parent / "paper_results.csv", encoding="utf-8") as f:
+        row = next(r for r in csv.DictReader(f) if f"workload {name}" in r["note"])
+    ((prompt, gen, n),) = w.groups
+    assert (str(prompt), str(gen)) == (row["prompt_len"], row["gen_len"])
+    assert f"{n} sequences" in row["note"]
+
+
+def test_unknown_preset():
+    with pytest.raises(InvalidInput, match="presets are chatbot-arena, gsm8k, mmlu"):
+        Workload.preset("hellaswag")
+
+
+def count(content) -> int:
+    text = content if isinstance(content, str) else " ".join(m["content"] for m in content)
+    return len(text.split())
+
+
+def test_jsonl(tmp_path):
+    path = tmp_path / "in.jsonl"
+    lines = [
+        {"id": 1, "prompt": "a b c"},
+        {"id": 2, "messages": [{"role": "user", "content": "a b"}], "max_tokens": 9},
+        {"id": 3, "prompt": "x y z"},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    w = Workload.from_jsonl(path, count_tokens=count, gen_len=4)
+    assert w.groups == ((2, 9, 1), (3, 4, 2)) and w.name == "in.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("{}", 'must have either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'must have either "prompt" or "messages"'),
+        ('{"prompt": 3}', "prompt must be a str"),
+        ('{"prompt": ""}', "number of prompt tokens must be"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be"),
+    ],
+)
+def test_jsonl_names_the_line(tmp_path, line, match):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(InvalidInput, match=f"line 2.*{match}"):
+        Workload.from_jsonl(path, count_tokens=count)
+
+
+def test_jsonl_that_is_empty_or_missing(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InvalidInput, match=r"empty\.jsonl has no rows"):
+        Workload.from_jsonl(tmp_path / "empty.jsonl", count_tokens=count)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        Workload.from_jsonl(tmp_path / "none.jsonl", count_tokens=count)
+
+
+def test_dict_round_trip():
+    w = Workload.from_lengths([5, 2, 5, 2], [1, 1, 1, 7], name="four")
+    assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
