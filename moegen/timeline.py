@@ -116,7 +116,7 @@ class Timeline:
         """When each task's inputs were there, shape [n]; 0 where it has none."""
         ready = np.zeros(len(self.ids))
         for i, task_id in enumerate(self.ids):
-            for e in self.preds[task_id]:
+            for e in incoming(self.graph, task_id):
                 if e.reason.kind is EdgeKind.DATA and e.src in self.row:
                     ready[i] = max(ready[i], self.end_s[self.row[e.src]])
         return ready
@@ -131,17 +131,27 @@ class Timeline:
         """The steps that the run went through."""
         return tuple(sorted({i.step for i in self.ids}))
 
+    def waits_for(self, task_id: TaskId) -> list[Edge]:
+        """What a task of the run waited for: its edges, and the task ahead of it in its lane."""
+        edges = incoming(self.graph, task_id)
+        ahead = self._ahead.get(task_id if self.graph.n_steps > 1 else task_id._replace(step=0))
+        if ahead is not None and task_id.step >= ahead[1]:
+            src, distance = ahead
+            if self.graph.n_steps == 1:
+                src = src._replace(step=task_id.step - distance)
+            edges.append(Edge(src, task_id, Reason(EdgeKind.LANE, distance)))
+        return [e for e in edges if e.src in self.row]
+
     @cached_property
-    def preds(self) -> Mapping[TaskId, Sequence[Edge]]:
-        """Who each task waits for, over all steps: by edges, and by the order of its lane."""
-        steps = self.steps[-1] + 1 if self.steps else 1
-        g = self.graph.unroll(steps) if self.graph.n_steps == 1 and steps > 1 else self.graph
-        preds = {i: [e for e in es if e.reason.distance == 0] for i, es in g.preds.items()}
-        for queue in g.lanes.values():
+    def _ahead(self) -> dict[TaskId, tuple[TaskId, int]]:
+        """The task ahead of each one in its lane, and how many steps before."""
+        ahead: dict[TaskId, tuple[TaskId, int]] = {}
+        for queue in self.graph.lanes.values():
             for u, v in zip(queue, queue[1:], strict=False):
-                if not any(e.src == u.id and e.reason.kind is EdgeKind.LANE for e in preds[v.id]):
-                    preds[v.id].append(Edge(u.id, v.id, Reason(EdgeKind.LANE)))
-        return preds
+                ahead[v.id] = (u.id, 0)
+            if self.graph.n_steps == 1:
+                ahead[queue[0].id] = (queue[-1].id, 1)
+        return ahead
 
     @property
     def makespan_s(self) -> float:
@@ -256,9 +266,8 @@ class Timeline:
         return pd.DataFrame(rows[::-1], columns=[*columns, "edge", "buffer", "slack_s"])
 
     def _released_by(self, task_id: TaskId) -> Edge | None:
-        edges = [e for e in self.preds[task_id] if e.src in self.row]
         return min(
-            edges,
+            self.waits_for(task_id),
             key=lambda e: (-self.end_s[self.row[e.src]], _TELLING[e.reason.kind]),
             default=None,
         )
@@ -382,6 +391,21 @@ class Timeline:
         except json.JSONDecodeError as e:
             raise InvalidInput(f"{path} is not JSON: line {e.lineno}: {e.msg}") from e
         return cls.from_dict(data)
+
+
+def incoming(graph: TaskGraph, task_id: TaskId) -> list[Edge]:
+    """Edges that end at a task of any step, each source in the step that is meant.
+
+    The same as unrolling a graph of one step and asking it, without the unrolled graph.
+    """
+    if graph.n_steps > 1:
+        return list(graph.preds[task_id])
+    step = task_id.step
+    return [
+        Edge(e.src._replace(step=step - e.reason.distance), task_id, e.reason)
+        for e in graph.preds[task_id._replace(step=0)]
+        if step >= e.reason.distance
+    ]
 
 
 def _column(values: Any, n: int, name: str, *, finite: bool = True) -> np.ndarray:

@@ -71,8 +71,8 @@ def _slices_and_flows(timeline: Timeline) -> list[dict[str, Any]]:
     for i, task_id in enumerate(timeline.ids):
         sources = {
             timeline.row[e.src]: e.reason.buffer
-            for e in timeline.preds[task_id]
-            if e.reason.kind is EdgeKind.DATA and e.src in timeline.row
+            for e in timeline.waits_for(task_id)
+            if e.reason.kind is EdgeKind.DATA
         }
         for j, buffer in sources.items():
             if tids[j] == tids[i]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import networkx as nx
 import numpy as np
 import pytest
 from handmade import edge, join, random_demands, random_durations, random_graph, task, tid
 
 from moegen.errors import GraphError
+from moegen.graph.build import build
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.model import ModelSpec
+from moegen.graph.strategy import Strategy
 from moegen.graph.task import EdgeKind, Lane, TaskGraph
 from moegen.sim.bounds import bound, bound_s, critical_path_s
 from moegen.sim.cost import CostModel
@@ -88,10 +93,23 @@ def test_unshared_simulation_is_the_longest_path_to_the_last_digit(random_cases)
         timeline = simulate(graph, cost, steps=steps, shared=False)
         longest = critical_path_s(graph, cost, steps=steps)
         assert float(timeline.end_s.max()) == longest
+        # Eq. 4 as it stands, over the unrolled graph's edges and lane order alone.
+        assert _eq4(graph.unroll(steps), durations) == longest
         # Demands on nothing disturb nobody, to the last digit as well.
         assert float(simulate(graph, cost, steps=steps).end_s.max()) == longest
         bounds = bound(graph, cost)
         assert timeline.end_s.max() >= steps * bounds.seconds * (1 - 1e-12)
+
+
+def _eq4(unrolled: TaskGraph, durations: dict) -> float:
+    before = nx.DiGraph(unrolled.step_dag)
+    for queue in unrolled.lanes.values():
+        nx.add_path(before, [t.id for t in queue])
+    dp: dict = {}
+    for v in nx.topological_sort(before):
+        dp[v] = max((dp[u] for u in before.predecessors(v)), default=0.0)
+        dp[v] += durations[v._replace(step=0)]
+    return max(dp.values())
 
 
 def test_sharing_never_helps_and_respects_capacities(random_cases):
@@ -129,3 +147,34 @@ def _check_capacities(timeline, cost, capacities):
                 if end <= t
             )
             assert units <= capacity * t * (1 + 1e-9) + 1e-12
+
+
+BUILT = [
+    ("mixtral-8x7b", "decode", {"omega": 0.6}),
+    ("mixtral-8x7b", "decode", {"omega": 0.0, "fetch": "routed"}),
+    ("deepseek-v2-lite", "decode", {"omega": 0.5, "expert_group": 8}),
+    ("mixtral-8x7b", "prefill", {"expert_group": 2}),
+    ("gpt-oss-20b", "prefill", {"expert_group": 8}),
+]
+
+
+@pytest.mark.parametrize("name, phase, knobs", BUILT)
+def test_built_graphs_keep_to_the_longest_path_and_the_bound(name, phase, knobs):
+    model, hw = ModelSpec.from_pretrained(name), HardwareSpec.from_name("c2")
+    strategy = Strategy(B=64, b_a=16, b_e=256, s_expert=4 * model.expert_bytes, **knobs)
+    length = {"kv_len": 640} if phase == "decode" else {"prompt_len": 512}
+    graph, cost = build(model, strategy, phase, **length), CostModel.roofline(hw)
+    for steps in (1, 3):
+        alone = simulate(graph, cost, steps=steps, shared=False)
+        assert alone.makespan_s == critical_path_s(graph, cost, steps=steps)
+        together = simulate(graph, cost, steps=steps)
+        assert together.makespan_s >= alone.makespan_s * (1 - 1e-12)
+        assert together.makespan_s >= steps * bound_s(graph, cost) * (1 - 1e-9)
+    unrolled = simulate(graph.unroll(3), cost)
+    assert (unrolled.ids, unrolled.end_s.tolist()) == (together.ids, together.end_s.tolist())
+    assert unrolled.ready_s.tolist() == together.ready_s.tolist()
+    assert unrolled.critical_path().equals(together.critical_path())
+    if phase == "decode":  # round every layer of the step, from the table of rows to the tokens
+        chain = bound(graph, cost).chain
+        assert (chain[0].op, chain[-1].op) == ("copy_rows", "copy_tokens")
+        assert {i.layer for i in chain} >= set(range(model.n_layers))

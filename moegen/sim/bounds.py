@@ -25,12 +25,19 @@ def critical_path_s(g: TaskGraph, cost: CostModel, steps: int = 1) -> float:
     DeadlockError
         If edges contradict the order within a lane.
     """
-    unrolled = in_steps(g, steps)
+    tasks = {t.id: t for t in in_steps(g, steps)}
+    within, across = _before(g), _before(g, distance=1)
+    order = _topological(within)
     end_s: dict[TaskId, float] = {}
-    before = _before(unrolled)
-    for v in _topological(before):
-        begin = max((end_s[u] for u in before[v]), default=0.0)
-        end_s[v] = begin + cost.seconds(unrolled[v])
+    for k in range(len(tasks) // len(g) if len(g) else 0):
+        for v in order:
+            here = v._replace(step=k) if g.n_steps == 1 else v
+            begin = 0.0
+            for u in within[v]:
+                begin = max(begin, end_s[u._replace(step=k) if g.n_steps == 1 else u])
+            for u in across[v] if k else ():
+                begin = max(begin, end_s[u._replace(step=k - 1)])
+            end_s[here] = begin + cost.seconds(tasks[here])
     return max(end_s.values(), default=0.0)
 
 
@@ -167,13 +174,16 @@ def _walk_back(came: Mapping[TaskId, TaskId], last: TaskId) -> tuple[TaskId, ...
     return tuple(reversed(path))
 
 
-def _before(g: TaskGraph) -> dict[TaskId, set[TaskId]]:
-    """Who must have ended before each task, within the step: by edges and by lane order."""
+def _before(g: TaskGraph, distance: int = 0) -> dict[TaskId, set[TaskId]]:
+    """Who, so many steps earlier, must have ended before each task: by edges and lane order."""
     before: dict[TaskId, set[TaskId]] = {t.id: set() for t in g}
     for e in g.edges:
-        if e.reason.distance == 0:
+        if e.reason.distance == distance:
             before[e.dst].add(e.src)
     for queue in g.lanes.values():
+        if distance == 1:
+            before[queue[0].id].add(queue[-1].id)
+            continue
         for u, v in zip(queue, queue[1:], strict=False):
             before[v.id].add(u.id)
     return before

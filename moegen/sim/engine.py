@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import simpy
@@ -11,7 +12,7 @@ import simpy
 from moegen.errors import DeadlockError, InvalidInput
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel
-from moegen.timeline import Timeline
+from moegen.timeline import Timeline, incoming
 
 # Two loads that add up to a capacity may exceed it by rounding: that is no contention.
 _ROUNDING = 1e-12
@@ -47,15 +48,14 @@ def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True)
     DeadlockError
         If some task never ends. The message names each lane's head and what it waits for.
     """
-    unrolled = in_steps(g, steps)
-    costs = {t.id: _estimate(cost, t) for t in unrolled}
-    waits = {
-        t.id: _distinct(e.src for e in unrolled.preds[t.id] if e.reason.distance == 0)
-        for t in unrolled
-    }
-    run = _Run(costs, waits, cost if shared else None)
-    start_s, end_s = run(unrolled.lanes)
-    ids = [t.id for t in unrolled]
+    tasks = in_steps(g, steps)
+    costs = {t.id: _estimate(cost, t) for t in tasks}
+    waits = {t.id: _distinct(e.src for e in incoming(g, t.id)) for t in tasks}
+    lanes: dict[Lane, list[Task]] = {}
+    for t in tasks:
+        lanes.setdefault(t.lane, []).append(t)
+    start_s, end_s = _Run(costs, waits, cost if shared else None)(lanes)
+    ids = [t.id for t in tasks]
     return Timeline(
         g,
         ids,
@@ -63,28 +63,28 @@ def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True)
         [end_s[i] for i in ids],
         source="simulated",
         provenance=[costs[i].provenance for i in ids],
-        meta={"cost": repr(cost), "shared": shared, "steps": unrolled.n_steps},
+        meta={"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)},
     )
 
 
-def in_steps(g: TaskGraph, steps: int) -> TaskGraph:
-    """``g`` repeated ``steps`` times; a graph that is unrolled already is taken as it is.
+def in_steps(g: TaskGraph, steps: int) -> tuple[Task, ...]:
+    """The tasks of ``g`` repeated ``steps`` times, in program order, each with its step.
 
     Raises
     ------
     InvalidInput
-        If ``steps`` is no positive whole number, or contradicts an unrolled graph.
+        If ``steps`` is no positive whole number, or contradicts a graph unrolled already.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InvalidInput(f"steps must be a whole number of at least 1, got {steps!r}")
-    if g.n_steps == 1:
-        return g if steps == 1 else g.unroll(steps)
-    if steps not in (1, g.n_steps):
+    if g.n_steps > 1 and steps not in (1, g.n_steps):
         raise InvalidInput(
             f"the graph is unrolled to {g.n_steps} steps already and cannot be run for {steps}: "
             f"pass the graph of one step"
         )
-    return g
+    if g.n_steps > 1 or steps == 1:
+        return g.tasks
+    return tuple(replace(t, id=t.id._replace(step=k)) for k in range(steps) for t in g)
 
 
 def max_min_speeds(
