@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moegen.errors import InvalidInput
-from moegen.graph.hf_config import FAMILIES
+from moegen.graph.hf_families import FAMILIES
 from moegen.graph.hf_files import CATALOGUE, catalogue
 from moegen.graph.layer import Attention
 from moegen.graph.model import ModelSpec
