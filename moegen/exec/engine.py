@@ -1,0 +1,437 @@
+"""Engine: a checkpoint on a device, that answers prompts and runs graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from moegen.errors import InvalidInput
+from moegen.exec.buffers import Capacity
+from moegen.exec.families import family_for
+from moegen.exec.generate import FinishReason, Generation, Sequence_, StepReport
+from moegen.exec.kv import KVStore
+from moegen.exec.lanes import pick_device
+from moegen.exec.program import Machinery, Program
+from moegen.exec.record import Recorder
+from moegen.exec.runner import Delays, Runner
+from moegen.exec.step import Row, Step
+from moegen.exec.transfer import transfer_for
+from moegen.exec.weights import HostWeights, Progress
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.memory import Ledger, memory
+from moegen.graph.model import ModelSpec
+from moegen.graph.sound import sound_plan
+from moegen.graph.strategy import Plan, Strategy
+from moegen.graph.task import TaskGraph
+from moegen.graph.workload import Workload
+
+if TYPE_CHECKING:
+    from moegen.timeline import Timeline
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model said to one prompt.
+
+    Attributes
+    ----------
+    index : int
+        The prompt's place in the call.
+    text : str
+        Decoded without special tokens; empty for an engine without a tokenizer.
+    token_ids : list of int
+        As sampled, an end-of-sequence token included.
+    prompt_tokens, completion_tokens : int
+    finish_reason : {"stop", "length"}
+    logits : Tensor, [completion_tokens, V], optional
+        Only if they were asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: FinishReason
+    logits: torch.Tensor | None = None
+
+
+class Engine:
+    """A model's weights in host memory and a device to compute on.
+
+    Use `from_pretrained` for a checkpoint, or `random` for weights without meaning.
+
+    Attributes
+    ----------
+    model : ModelSpec
+        With the dtype that it runs in.
+    tokenizer
+        The checkpoint's, or None.
+    plan : Plan or None
+        That of the last run, or the one given.
+    ledger : Ledger or None
+        Memory of the last run's decode phase.
+    timelines : list of Timeline
+        Measured, of the last call: one for each layout of the batch, last steps only.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        weights: HostWeights,
+        *,
+        device: torch.device,
+        hardware: HardwareSpec,
+        plan: Plan | Strategy | str = "auto",
+        tokenizer: Any = None,
+        eos_token_ids: Sequence[int] = (),
+        threads: int | None = None,
+    ) -> None:
+        self.model, self.weights, self.device, self.hardware = model, weights, device, hardware
+        self.tokenizer, self.eos = tokenizer, frozenset(eos_token_ids)
+        self.plan = _as_plan(plan)
+        self.ledger: Ledger | None = None
+        self.timelines: list[Timeline] = []
+        if threads is None:
+            # On CUDA one core is left to the threads that issue work; on CPU lanes torch's
+            # own threads do the work.
+            threads = max(1, _cores() - 1) if device.type == "cuda" else 1
+        pool = ThreadPoolExecutor(threads, "moegen-attn", torch.set_num_threads, (1,))
+        family = weights.family
+        head = weights.head if device.type == "cpu" else weights.head.to(device)
+        self.machinery = Machinery(
+            family=family,
+            weights=weights,
+            device=device,
+            transfer=transfer_for(device),
+            head=weights.head_layout.view(head),
+            pool=pool,
+            threads=threads,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        plan: Plan | Strategy | str = "auto",
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        gpu_memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+        progress: Progress | None = None,
+        threads: int | None = None,
+    ) -> Self:
+        """Load a checkpoint folder.
+
+        Parameters
+        ----------
+        path : str or Path
+            A folder with config.json, safetensors and tokenizer.
+        plan : Plan, Strategy or "auto"
+            A Strategy serves decode, and prefill with its ω at 0. "auto" is resolved once
+            the prompts are known.
+        device : {"cpu", "cuda"}, optional
+            CUDA if there is one.
+        dtype : {"float32", "bfloat16", "float16"}, optional
+            The checkpoint's own unless given.
+        gpu_memory_bytes, host_memory_bytes : int, optional
+            Limits to plan with; what the machine has unless given.
+        progress : callable, optional
+            Called with bytes loaded and bytes in all.
+
+        Raises
+        ------
+        InvalidInput, Infeasible, MachineError
+        """
+        spec = ModelSpec.from_pretrained(path)
+        if dtype is not None:
+            spec = spec.with_(dtype=dtype)
+        where = pick_device(device)
+        family = family_for(spec, _torch_dtype(spec, dtype), where)
+        hardware = _hardware(where, gpu_memory_bytes, host_memory_bytes)
+        tokenizer = _tokenizer(Path(path))
+        weights = HostWeights.load(path, spec, family, pin=where.type == "cuda", progress=progress)
+        return cls(
+            spec,
+            weights,
+            device=where,
+            hardware=hardware,
+            plan=plan,
+            tokenizer=tokenizer,
+            eos_token_ids=spec.eos_token_ids,
+            threads=threads,
+        )
+
+    @classmethod
+    def random(
+        cls,
+        model: ModelSpec,
+        plan: Plan | Strategy | str = "auto",
+        *,
+        device: str | None = None,
+        dtype: str = "bfloat16",
+        gpu_memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
+        seed: int = 0,
+        threads: int | None = None,
+    ) -> Self:
+        """An engine of ``model``'s widths with random weights: for measuring speed."""
+        model = model.with_(dtype=dtype)
+        where = pick_device(device)
+        family = family_for(model, DTYPES[dtype], where)
+        weights = HostWeights.random(model, family, seed=seed, pin=where.type == "cuda")
+        hardware = _hardware(where, gpu_memory_bytes, host_memory_bytes)
+        return cls(model, weights, device=where, hardware=hardware, plan=plan, threads=threads)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int | Sequence[int] = 64,
+        *,
+        on_finish: Callable[[int, Completion], None] | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
+        forced: Sequence[Sequence[int]] | None = None,
+        return_logits: bool = False,
+        ignore_eos: bool = False,
+        delays: Delays | None = None,
+    ) -> list[Completion]:
+        """Answer ``prompts`` greedily, all rows together as far as memory allows.
+
+        Parameters
+        ----------
+        prompts : sequence of str or of token ids
+            A string is tokenized as it is; chat templates are the caller's.
+        max_new_tokens : int or sequence of int
+            At most so many tokens, for all rows or row by row.
+        on_finish : callable, optional
+            Called with the row's index and its Completion as soon as it has ended.
+        on_step : callable, optional
+            Called after every step.
+        forced : sequence of token ids, optional
+            Feed these tokens instead of the sampled ones (teacher forcing); with
+            ``return_logits`` this scores a given text.
+        return_logits : bool
+            Keep the logits that each token was taken from.
+        ignore_eos : bool
+            Go on to ``max_new_tokens`` whatever is sampled.
+
+        Raises
+        ------
+        InvalidInput
+            If a prompt is empty or longer than the model's context.
+        Infeasible
+            If the plan does not fit the machine.
+        """
+        rows = self._rows(prompts, max_new_tokens, forced)
+        done: dict[int, Completion] = {}
+        if not rows:
+            return []
+        work = Workload.from_lengths([len(s.prompt) for s in rows], [s.max_new for s in rows])
+        plan = self._resolve(work)
+
+        def finish(s: Sequence_) -> None:
+            done[s.index] = self._completion(s, return_logits)
+            if on_finish is not None:
+                on_finish(s.index, done[s.index])
+
+        generation = Generation(
+            self.machinery,
+            plan,
+            frozenset() if ignore_eos else self.eos,
+            on_finish=finish,
+            on_step=on_step,
+            keep_logits=return_logits,
+            delays=delays,
+        )
+        batches = [rows[i : i + plan.decode.B] for i in range(0, len(rows), plan.decode.B)]
+        most = max(sum(s.room for s in batch) for batch in batches)
+        store = self._store(most)
+        try:
+            for batch in batches:
+                generation.run(batch, store)
+        finally:
+            store.close()
+        self.timelines = generation.timelines
+        return [done[s.index] for s in rows]
+
+    def execute(self, g: TaskGraph, steps: int = 1, *, delays: Delays | None = None) -> Timeline:
+        """Run ``g`` on synthetic rows of its shape, KV filled, and measure it.
+
+        Every step has the graph's shape, so the Timeline compares with a simulated one.
+        """
+        if g.shape is None or g.layout is None or g.strategy is None:
+            raise InvalidInput("the graph has no shape: build it, or bind one")
+        shape, layout = g.shape, g.layout
+        store = self._store(sum(shape.past) + shape.tokens)
+        starts = store.allocate([p + n for p, n in zip(shape.past, shape.new, strict=True)])
+        generator = torch.Generator().manual_seed(0)
+        for layer in store.layers:
+            pattern = torch.randn(1021, layer.shape[1], generator=generator).to(layer.dtype)
+            for at in range(0, len(layer), 1021):
+                layer[at : at + 1021] = pattern[: len(layer) - at]
+        vocab = self.model.vocab
+        rows = [
+            Row(start, past, [(start + 7 * i) % vocab for i in range(new)]) if new else None
+            for start, past, new in zip(starts, shape.past, shape.new, strict=True)
+        ]
+        recorder = Recorder(g, steps)
+
+        def source(index: int) -> Step | None:
+            if index >= steps:
+                return None
+            step = Step(layout, rows)
+            recorder.bound(index, step)
+            return step
+
+        try:
+            program = Program(g, self.machinery, store, _capacity(g), source)
+            Runner(
+                g, program, self.device, delays=delays, on_records=recorder.add
+            ).run()
+        finally:
+            store.close()
+        return recorder.timeline()
+
+    def close(self) -> None:
+        """Stop threads and give pinned memory back."""
+        self.machinery.pool.shutdown()
+        self.weights.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.model.name} on {self.device}: {self.weights!r}>"
+
+    def _store(self, tokens: int) -> KVStore:
+        family = self.machinery.family
+        return KVStore(self.model, tokens, family.dtype, pin=self.device.type == "cuda")
+
+    def _rows(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        forced: Sequence[Sequence[int]] | None,
+    ) -> list[Sequence_]:
+        n = len(prompts)
+        each = [max_new_tokens] * n if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        for name, given in (("max_new_tokens", each), ("forced", forced)):
+            if given is not None and len(given) != n:
+                raise InvalidInput(f"{name} has {len(given)} entries for {n} prompts")
+        rows = []
+        for i, (prompt, most) in enumerate(zip(prompts, each, strict=True)):
+            ids = self._encode(prompt) if isinstance(prompt, str) else [int(x) for x in prompt]
+            own = None if forced is None else [int(x) for x in forced[i]]
+            self._check(i, ids, most)
+            rows.append(Sequence_(i, ids, most if own is None else min(most, len(own)), own))
+        return rows
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise InvalidInput("this engine has no tokenizer: give token ids instead of text")
+        return list(self.tokenizer(text)["input_ids"])
+
+    def _check(self, i: int, ids: list[int], most: int) -> None:
+        if not ids:
+            raise InvalidInput(f"prompt {i} is empty: it has no tokens to start from")
+        if most < 1:
+            raise InvalidInput(f"prompt {i}: max_new_tokens must be at least 1, got {most}")
+        limit = self.model.max_context
+        if len(ids) + most > limit:
+            raise InvalidInput(
+                f"prompt {i} has {len(ids)} tokens and may generate {most}: together "
+                f"{len(ids) + most - limit} more than the model's context of {limit}; shorten "
+                f"it or lower max_new_tokens"
+            )
+        if min(ids) < 0 or max(ids) >= self.model.vocab:
+            raise InvalidInput(f"prompt {i} has a token id outside [0, {self.model.vocab})")
+
+    def _resolve(self, work: Workload) -> Plan:
+        plan = self.plan if self.plan is not None else sound_plan(self.model, self.hardware, work)
+        plan = Plan(
+            prefill=plan.prefill.with_(B=min(plan.prefill.B, plan.decode.B, work.n)),
+            decode=plan.decode.with_(B=min(plan.decode.B, work.n)),
+        )
+        self.ledger = memory(self.model, self.hardware, plan.decode, work).require()
+        memory(self.model, self.hardware, plan.prefill, work, phase="prefill").require()
+        return plan
+
+    def _completion(self, s: Sequence_, logits: bool) -> Completion:
+        assert s.finish is not None
+        text = self.tokenizer.decode(s.out, skip_special_tokens=True) if self.tokenizer else ""
+        return Completion(
+            index=s.index,
+            text=text,
+            token_ids=list(s.out),
+            prompt_tokens=len(s.prompt),
+            completion_tokens=len(s.out),
+            finish_reason=s.finish,
+            logits=torch.stack(s.logits) if logits else None,
+        )
+
+
+def _as_plan(plan: Plan | Strategy | str) -> Plan | None:
+    if isinstance(plan, Strategy):
+        return Plan(prefill=plan.with_(omega=0.0, fetch="all"), decode=plan)
+    if isinstance(plan, Plan):
+        return plan
+    if plan == "auto":
+        return None
+    raise InvalidInput(f'plan must be a Plan, a Strategy or "auto", got {plan!r}')
+
+
+def _capacity(g: TaskGraph) -> Capacity:
+    """What the graph's own shape asks for."""
+    assert g.shape is not None and g.layout is not None
+    shape, layout = g.shape, g.layout
+    parts = [layout.micro_batch(m) for m in range(len(layout.micro_batches))]
+    new = [sum(shape.new[p] for p in part) for part in parts]
+    slot = [sum(shape.past[p] + 1 for p in part) for part in parts]
+    decode = g.phase == "decode"
+    return Capacity(
+        rows=layout.rows,
+        tokens=shape.tokens,
+        staged_tokens=shape.tokens if decode else max(new),
+        slot_tokens=max(slot, default=0) if decode else 0,
+    )
+
+
+def _torch_dtype(spec: ModelSpec, dtype: str | None) -> torch.dtype:
+    name = dtype or spec.hf.get("dtype") or spec.hf.get("torch_dtype") or "bfloat16"
+    if name not in DTYPES:
+        raise InvalidInput(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def _hardware(device: torch.device, gpu: int | None, host: int | None) -> HardwareSpec:
+    hw = HardwareSpec.detect()
+    limits: Mapping[str, int | None] = {"gpu_memory_bytes": gpu, "host_memory_bytes": host}
+    given = {k: v for k, v in limits.items() if v is not None}
+    if device.type == "cpu" and gpu is None:
+        # CPU lanes keep their "GPU" slots in host memory.
+        hw = replace(hw, gpu_memory_bytes=hw.host_memory_bytes)
+    return hw.with_(**given) if given else hw
+
+
+def _tokenizer(path: Path) -> Any:
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,235 @@
+"""The token loop: prefill in waves, decode in steps, rows ending when they end.
+
+A batch's rows stay where they are until half of them have ended; then the batch is laid
+out anew (a *barrier*): rows may change sides between CPU and GPU, since the whole cache
+is in host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from moegen.exec.buffers import Capacity
+from moegen.exec.kv import KVStore
+from moegen.exec.program import Machinery, Program
+from moegen.exec.record import Recorder
+from moegen.exec.runner import Delays, Runner
+from moegen.exec.step import Row, Step
+from moegen.graph.build import build
+from moegen.graph.strategy import Plan
+
+if TYPE_CHECKING:
+    from moegen.timeline import Timeline
+
+FinishReason = Literal["stop", "length"]
+# A batch is laid out anew once this share of the rows it was laid out for is left.
+BARRIER_SHARE = 0.5
+
+
+@dataclass
+class Sequence_:
+    """A sequence in flight.
+
+    Attributes
+    ----------
+    index : int
+        Its place among the prompts.
+    prompt : list of int
+    max_new : int
+    forced : list of int, optional
+        Tokens to feed instead of those sampled.
+    start : int
+        First token in the KV store.
+    """
+
+    index: int
+    prompt: list[int]
+    max_new: int
+    forced: list[int] | None = None
+    start: int = 0
+    out: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens it may come to have in the KV store."""
+        return len(self.prompt) + self.max_new
+
+    @property
+    def past(self) -> int:
+        """Tokens it has there once it decodes: all but the newest."""
+        return len(self.prompt) + len(self.out) - 1
+
+    def take(self, token: int, eos: frozenset[int]) -> None:
+        """Add a sampled token, and see whether it was the last."""
+        if self.forced is not None:
+            token = self.forced[len(self.out)]
+        self.out.append(token)
+        if token in eos:
+            self.finish = "stop"
+        elif len(self.out) >= self.max_new:
+            self.finish = "length"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step did: its phase, how many rows took part, tokens sampled so far."""
+
+    phase: str
+    rows: int
+    tokens_done: int
+    elapsed_s: float
+
+
+class Generation:
+    """One batch of sequences from prompts to their last tokens.
+
+    Parameters
+    ----------
+    machinery : Machinery
+    plan : Plan
+    eos : frozenset of int
+    on_finish, on_step : callable, optional
+        Called as rows end and as steps are done.
+    keep_logits : bool
+        Keep each sampled token's logits [V] on its sequence.
+    delays : Delays, optional
+    keep_steps : int
+        Steps of each run whose times are kept.
+    """
+
+    def __init__(
+        self,
+        machinery: Machinery,
+        plan: Plan,
+        eos: frozenset[int],
+        *,
+        on_finish: Callable[[Sequence_], None] | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
+        keep_logits: bool = False,
+        delays: Delays | None = None,
+        keep_steps: int = 8,
+    ) -> None:
+        self.machinery, self.plan, self.eos = machinery, plan, eos
+        self.on_finish, self.on_step = on_finish, on_step
+        self.keep_logits, self.delays, self.keep_steps = keep_logits, delays, keep_steps
+        self.timelines: list[Timeline] = []
+        self.sampled = 0
+        self.gpu_bytes = 0
+        self._began = time.perf_counter()
+
+    def run(self, batch: Sequence[Sequence_], store: KVStore) -> None:
+        """Prefill and decode ``batch``, whose KV goes into ``store``."""
+        for s, start in zip(batch, store.allocate([s.room for s in batch]), strict=True):
+            s.start = start
+        self._prefill(batch, store)
+        live = [s for s in batch if s.finish is None]
+        while live:
+            self._decode(live, store)
+            live = [s for s in live if s.finish is None]
+
+    def _prefill(self, batch: Sequence[Sequence_], store: KVStore) -> None:
+        s = self.plan.prefill
+        size = min(s.B, len(batch))
+        waves = [batch[i : i + size] for i in range(0, len(batch), size)]
+        # Every wave has the layout of the first; the last may have empty places.
+        model = self.machinery.family.spec
+        graph = build(model, s, "prefill", lengths=[len(x.prompt) for x in waves[0]])
+        assert graph.layout is not None
+        parts = [graph.layout.micro_batch(m) for m in range(len(graph.layout.micro_batches))]
+
+        def tokens(wave: Sequence[Sequence_], places: range) -> int:
+            return sum(len(wave[p].prompt) for p in places if p < len(wave))
+
+        capacity = Capacity(
+            rows=size,
+            tokens=max(tokens(w, range(size)) for w in waves),
+            staged_tokens=max(tokens(w, part) for w in waves for part in parts),
+            slot_tokens=0,
+        )
+        layout = graph.layout
+
+        def rows(index: int) -> tuple[Step, Sequence[Sequence_]] | None:
+            if index == len(waves):
+                return None
+            wave = waves[index]
+            live: list[Row | None] = [Row(x.start, 0, x.prompt) for x in wave]
+            return Step(layout, live + [None] * (size - len(wave))), wave
+
+        self._steps(graph, store, capacity, rows)
+
+    def _decode(self, batch: Sequence[Sequence_], store: KVStore) -> None:
+        model, s = self.machinery.family.spec, self.plan.decode
+        graph = build(model, s, "decode", lengths=[x.past for x in batch])
+        assert graph.layout is not None
+        layout, n = graph.layout, len(batch)
+        parts = [layout.micro_batch(m) for m in range(len(layout.micro_batches))]
+        slot = max((sum(batch[p].room for p in part) for part in parts), default=0)
+        capacity = Capacity(rows=n, tokens=n, staged_tokens=n, slot_tokens=slot)
+
+        def rows(index: int) -> tuple[Step, Sequence[Sequence_]] | None:
+            live = [x for x in batch if x.finish is None]
+            if not live or (index and len(live) <= BARRIER_SHARE * n):
+                return None
+            places = [
+                None if x.finish is not None else Row(x.start, x.past, x.out[-1:]) for x in batch
+            ]
+            return Step(layout, places), live
+
+        self._steps(graph, store, capacity, rows)
+
+    def _steps(
+        self,
+        graph,  # noqa: ANN001
+        store: KVStore,
+        capacity: Capacity,
+        rows: Callable[[int], tuple[Step, Sequence[Sequence_]] | None],
+    ) -> None:
+        """Run ``graph`` until ``rows`` has no more; give each step's tokens to its rows."""
+        recorder = Recorder(graph, self.keep_steps)
+        before: tuple[Step, Sequence[Sequence_]] | None = None
+
+        def source(index: int) -> Step | None:
+            nonlocal before
+            if before is not None:
+                self._take(program, graph.phase, *before)
+            before = rows(index)
+            if before is None:
+                return None
+            recorder.bound(index, before[0])
+            return before[0]
+
+        program = Program(
+            graph, self.machinery, store, capacity, source, keep_logits=self.keep_logits
+        )
+        self.gpu_bytes = max(self.gpu_bytes, program.buffers.bytes["gpu"])
+        runner = Runner(
+            graph,
+            program,
+            self.machinery.device,
+            delays=self.delays,
+            on_records=recorder.add,
+        )
+        runner.run()
+        self.timelines.append(recorder.timeline())
+
+    def _take(self, program: Program, phase: str, step: Step, live: Sequence[Sequence_]) -> None:
+        tokens = program.sampled(step)
+        logits = program.logits(step) if self.keep_logits else None
+        for i, (s, token) in enumerate(zip(live, tokens, strict=True)):
+            if logits is not None:
+                s.logits.append(logits[i])
+            s.take(token, self.eos)
+        self.sampled += len(tokens)
+        for s in live:
+            if s.finish is not None and self.on_finish is not None:
+                self.on_finish(s)
+        if self.on_step is not None:
+            elapsed = time.perf_counter() - self._began
+            self.on_step(StepReport(phase, len(tokens), self.sampled, elapsed))

@@ -1,0 +1,123 @@
+"""Kernels of the GPU and CPU lanes: what is computed.
+
+Nothing here may copy between host and device: on CUDA such a copy queues behind the
+weights. Sizes come from the step, which the host knows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from moegen.exec.program import Program
+    from moegen.exec.step import Step
+    from moegen.graph.task import Task
+
+
+def embed(p: Program, task: Task, index: int, step: Step) -> None:
+    s = p.scratch
+    s.x = p.family.embed(p.machinery.head, p.columns(step, index)["ids"])
+    s.h = torch.empty_like(s.x)
+
+
+def pre_attn(p: Program, task: Task, index: int, step: Step) -> None:
+    span, slot = p.span(task, step), p.slot("qkv", task, index)
+    pos = p.columns(step, index)["pos"][span.t0 : span.t1]
+    x = p.scratch.x[span.t0 : span.t1]
+    q, kv = p.family.pre_attn(p.dense(task, index), x, pos, p.phase)
+    p.buffers.q[slot, : span.tokens].copy_(q)
+    p.buffers.new_kv[slot, : span.tokens].copy_(kv)
+
+
+def attn_cpu(p: Program, task: Task, index: int, step: Step) -> None:
+    n, store = step.cpu.rows, p.store.layers[task.id.layer]
+    store.index_copy_(0, step.kv_index[:n], p.buffers.host_new_kv[:n])
+    starts, lengths = step.start[:n].tolist(), step.length[:n].tolist()
+    views = [store[a : a + m] for a, m in zip(starts, lengths, strict=True)]
+    m = p.machinery
+    out = p.family.attn_decode(p.buffers.host_q[:n], views, m.pool, m.threads)
+    p.buffers.host_attn[:n].copy_(out)
+
+
+def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
+    span, staged = p.span(task, step), p.slot("qkv", task, index)
+    slot = p.buffers.kv[p.slot("kv", task, index)]
+    rows = slice(span.r0, span.r1)
+    c = p.columns(step, index)
+    starts, lengths = c["slot_start"][rows], c["length"][rows]
+    slot.index_copy_(0, starts + lengths - 1, p.buffers.new_kv[staged, rows])
+    q = p.buffers.q[staged, rows]
+    out = p.family.attn_decode_packed(q, slot, starts, lengths, span.max_length)
+    p.buffers.attn_out[p.slot("attn_out", task, index), rows].copy_(out)
+
+
+def attn_prefill(p: Program, task: Task, index: int, step: Step) -> None:
+    span, staged = p.span(task, step), p.slot("qkv", task, index)
+    q = p.buffers.q[staged, : span.tokens]
+    kv = p.buffers.new_kv[staged, : span.tokens]
+    lengths = step.new[span.r0 : span.r1].tolist()
+    out = p.family.attn_prefill(p.dense(task, index), q, kv, lengths)
+    p.buffers.attn_out[p.slot("attn_out", task, index), : span.tokens].copy_(out)
+
+
+def post_attn(p: Program, task: Task, index: int, step: Step) -> None:
+    span, s = p.span(task, step), p.scratch
+    tokens = slice(span.t0, span.t1)
+    out = p.buffers.attn_out[p.slot("attn_out", task, index), : span.tokens]
+    x, h = p.family.post_attn(p.dense(task, index), out, s.x[tokens], p.phase)
+    s.x[tokens] = x
+    s.h[tokens] = h
+
+
+def route(p: Program, task: Task, index: int, step: Step) -> None:
+    s = p.scratch
+    ids, s.gates = p.family.route(p.dense(task, index), s.h)
+    n_experts, k = p.model.layers[task.id.layer].n_experts, ids.shape[1]
+    # Stable, so that each expert takes its tokens in order: results do not depend on timing.
+    chosen, order = torch.sort(ids.reshape(-1), stable=True)
+    places = torch.arange(order.numel(), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, places)
+    s.order, s.inverse = order // k, inverse.view(-1, k)
+    bounds = torch.searchsorted(chosen, torch.arange(n_experts + 1, device=chosen.device))
+    p.buffers.counts[p.slot("counts", task, index), :n_experts] = bounds.diff()
+    s.outputs = torch.empty((order.numel(), s.h.shape[1]), dtype=s.h.dtype, device=s.h.device)
+    s.shared = None
+
+
+def shared_expert(p: Program, task: Task, index: int, step: Step) -> None:
+    p.scratch.shared = p.family.shared_expert(p.dense(task, index), p.scratch.h)
+
+
+def dense_mlp(p: Program, task: Task, index: int, step: Step) -> None:
+    s = p.scratch
+    s.x = s.x + p.family.dense_mlp(p.dense(task, index), s.h)
+
+
+def expert(p: Program, task: Task, index: int, step: Step) -> None:
+    s, counts, tile = p.scratch, step.counts[task.id.layer], p.strategy.b_e
+    for place, e in enumerate(p.experts(task, step)):
+        first = sum(counts[:e])
+        weights = p.expert_weights(task, index, place, e) if counts[e] else {}
+        for a in range(first, first + counts[e], tile):
+            b = min(a + tile, first + counts[e])
+            s.outputs[a:b] = p.family.expert(weights, s.h.index_select(0, s.order[a:b]))
+
+
+def combine(p: Program, task: Task, index: int, step: Step) -> None:
+    s = p.scratch
+    s.x = p.family.combine(s.x, s.outputs, s.inverse, s.gates, s.shared)
+
+
+def lm_head(p: Program, task: Task, index: int, step: Step) -> None:
+    s = p.scratch
+    last = p.columns(step, index)["last"]
+    s.logits = p.family.logits(p.machinery.head, s.x.index_select(0, last))
+    if p.keep_logits:
+        p.buffers.logits[p.slot("logits", task, index), : step.n_rows].copy_(s.logits)
+
+
+def sample(p: Program, task: Task, index: int, step: Step) -> None:
+    tokens = p.buffers.tokens[p.slot("tokens", task, index)]
+    tokens[: step.n_rows] = p.scratch.logits.argmax(-1)

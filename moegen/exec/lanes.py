@@ -1,0 +1,229 @@
+"""Lanes as they run: a worker thread on the CPU, a stream on CUDA.
+
+Both have two sides. The *issuing* side (one thread a lane, in the runner) hands work over
+in program order; the *executing* side does it in that order. Events join them, with the
+semantics of CUDA: waiting on an event that has not been recorded protects nothing. CUDA
+lets it pass in silence; the CPU lanes raise, so tests without a GPU find the fault.
+
+Apart from `moegen.exec.pinning`, this is the only module that names ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from moegen.errors import MachineError, MoegenError
+from moegen.graph.task import Lane
+
+
+class UnrecordedEvent(MoegenError):
+    """A wait for an event that nobody has recorded: on CUDA it would protect nothing."""
+
+
+class Event(Protocol):
+    """A point in a lane's execution."""
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the lane has come to this point."""
+        ...
+
+    def time_s(self) -> float:
+        """When the lane came to this point, in seconds of the run's clock."""
+        ...
+
+
+class Stream(Protocol):
+    """The executing side of a lane."""
+
+    def submit(self, work: Callable[[], None]) -> None: ...
+    def record(self) -> Event: ...
+    def wait(self, event: Event) -> None: ...
+    def delay(self, seconds: float) -> None: ...
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Clock:
+    """One time line for CPU threads and CUDA streams: seconds since the run began."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.origin_event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self.origin_event = torch.cuda.Event(enable_timing=True)
+            self.origin_event.record()
+            self.origin_event.synchronize()
+        self.origin = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self.origin
+
+
+class CpuEvent:
+    """An event of a CPU lane; it raises where CUDA would silently not wait."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._reached = threading.Event()
+        self._time_s = float("nan")
+
+    def reach(self) -> None:
+        self._time_s = self._clock.now()
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self._reached.wait()
+
+    def time_s(self) -> float:
+        return self._time_s
+
+
+class CpuStream:
+    """A worker thread that runs what it is given, in order.
+
+    After a failure it drops the work that follows but still reaches its events, so that
+    nobody hangs; ``on_error`` hears of the failure at once.
+    """
+
+    def __init__(self, name: str, clock: Clock, on_error: Callable[[BaseException], None]) -> None:
+        self.clock = clock
+        self._on_error = on_error
+        self._failed = False
+        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"moegen-{name}", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, CpuEvent):
+                item.reach()
+            elif not self._failed:
+                try:
+                    item()
+                except BaseException as e:
+                    self._failed = True
+                    self._on_error(e)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def record(self) -> CpuEvent:
+        event = CpuEvent(self.clock)
+        self._queue.put(event)
+        return event
+
+    def wait(self, event: Event | None) -> None:
+        if event is None:
+            raise UnrecordedEvent("a lane waits for an event that has not been recorded")
+        self._queue.put(event.synchronize)
+
+    def delay(self, seconds: float) -> None:
+        self._queue.put(lambda: time.sleep(seconds))
+
+    def synchronize(self) -> None:
+        self.record().synchronize()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class CudaEvent:
+    """A CUDA event with a time."""
+
+    def __init__(self, clock: Clock, stream: torch.cuda.Stream) -> None:
+        self._clock = clock
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def time_s(self) -> float:
+        assert self._clock.origin_event is not None
+        return self._clock.origin_event.elapsed_time(self.event) / 1e3
+
+
+class CudaStream:
+    """A CUDA stream; an event of a CPU lane blocks its issuing thread instead."""
+
+    def __init__(self, device: torch.device, clock: Clock, *, priority: int = 0) -> None:
+        self.clock = clock
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=priority)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def record(self) -> CudaEvent:
+        return CudaEvent(self.clock, self.stream)
+
+    def wait(self, event: Event | None) -> None:
+        if event is None:
+            raise UnrecordedEvent("a lane waits for an event that has not been recorded")
+        if isinstance(event, CudaEvent):
+            self.stream.wait_event(event.event)
+        else:
+            event.synchronize()
+
+    def delay(self, seconds: float) -> None:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(seconds * 1.9e9))
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+
+# KV and ACT kernels are short and someone waits for them: they go before large GEMMs.
+_PRIORITY = {Lane.ACT: -2, Lane.KV: -1}
+
+
+def open_streams(
+    device: torch.device, clock: Clock, on_error: Callable[[BaseException], None]
+) -> dict[Lane, Stream]:
+    """The executing side of every lane on ``device``; the CPU lane is a thread on both."""
+    streams: dict[Lane, Stream] = {}
+    for lane in Lane:
+        if device.type == "cuda" and lane is not Lane.CPU:
+            streams[lane] = CudaStream(device, clock, priority=_PRIORITY.get(lane, 0))
+        else:
+            streams[lane] = CpuStream(lane.value, clock, on_error)
+    return streams
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device called ``name``; without a name, CUDA if there is one.
+
+    Raises
+    ------
+    MachineError
+        If CUDA is asked for and cannot be used.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise MachineError(
+                "device 'cuda' was asked for, but torch sees no CUDA device "
+                f"(torch {torch.__version__}): install a CUDA build of torch and the driver, "
+                "or use device 'cpu'"
+            )
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def empty_host(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory that ``device`` can reach: pinned for CUDA."""
+    return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,0 +1,234 @@
+"""Program: a task graph, its buffers and a model's mathematics, ready for the runner.
+
+It binds each step, knows which task has nothing to do, finds the slot a task uses, and
+calls the kernel of its op. Kernels keep what stays within the GPU lane (hidden states,
+routing) in `Scratch`; everything that crosses lanes is a ring slot in `Buffers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moegen.errors import GraphError
+from moegen.exec.buffers import Buffers, Capacity
+from moegen.exec.families.base import Family
+from moegen.exec.kernels import KERNELS
+from moegen.exec.transfer import Transfer
+from moegen.exec.kv import KVStore
+from moegen.exec.step import Span, Step
+from moegen.exec.weights import HostWeights
+from moegen.graph.ops import expert_range
+from moegen.graph.residency import residency
+from moegen.graph.task import Task, TaskGraph, Value
+
+
+@dataclass
+class Machinery:
+    """What outlives a graph: the model's weights and mathematics on one device.
+
+    Attributes
+    ----------
+    head : mapping of str to Tensor
+        Embedding, final norm and output matrix, on the device.
+    threads : int
+        Threads of the CPU's attention.
+    """
+
+    family: Family
+    weights: HostWeights
+    device: torch.device
+    transfer: Transfer
+    head: Mapping[str, Tensor]
+    pool: ThreadPoolExecutor
+    threads: int
+    resident_dense: dict[int, Tensor] = field(default_factory=dict)
+    resident_experts: dict[int, Tensor] = field(default_factory=dict)
+
+    def keep(self, s_params: int) -> None:
+        """Bring the weights that ``s_params`` keeps to the device, and let go of others."""
+        kept = residency(self.family.spec, s_params)
+        on_host = self.device.type == "cpu"
+        for layer, whole in enumerate(kept.dense):
+            if not whole:
+                self.resident_dense.pop(layer, None)
+            elif layer not in self.resident_dense:
+                blob = self.weights.dense[layer]
+                self.resident_dense[layer] = blob if on_host else blob.to(self.device)
+        for layer, n in enumerate(kept.experts):
+            held = self.resident_experts.get(layer)
+            if held is not None and len(held) == n:
+                continue
+            self.resident_experts.pop(layer, None)
+            blobs = self.weights.experts[layer]
+            if n and blobs is not None:
+                self.resident_experts[layer] = blobs[:n] if on_host else blobs[:n].to(self.device)
+
+
+@dataclass
+class Scratch:
+    """Values that stay within the GPU lane, from one of its kernels to the next.
+
+    T tokens, R rows, H hidden, k experts a token.
+    """
+
+    x: Tensor = field(default_factory=lambda: torch.empty(0))  # residual stream [T, H]
+    h: Tensor = field(default_factory=lambda: torch.empty(0))  # normed [T, H]
+    order: Tensor = field(default_factory=lambda: torch.empty(0))  # token of each place [T k]
+    inverse: Tensor = field(default_factory=lambda: torch.empty(0))  # place of each choice [T, k]
+    gates: Tensor = field(default_factory=lambda: torch.empty(0))  # weights [T, k]
+    outputs: Tensor = field(default_factory=lambda: torch.empty(0))  # by expert [T k, H]
+    shared: Tensor | None = None  # [T, H]
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [R, V]
+
+
+class Program:
+    """A graph bound to buffers and kernels: what `moegen.exec.runner.Runner` runs.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+    machinery : Machinery
+    store : KVStore
+    capacity : Capacity
+        The largest step that ``source`` will ever bind.
+    source : callable
+        Gives the rows of step ``index`` in batch order, or None when the run is over. It is
+        called once the tokens of the step before are on the host (``program.sampled``).
+    keep_logits : bool
+        Bring each step's logits down too.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        machinery: Machinery,
+        store: KVStore,
+        capacity: Capacity,
+        source: Callable[[int], Step | None],
+        *,
+        keep_logits: bool = False,
+    ) -> None:
+        if graph.model is None or graph.strategy is None or graph.layout is None:
+            raise GraphError("a graph made by hand can be simulated, but has no kernels to run")
+        self.graph, self.machinery, self.store = graph, machinery, store
+        self.model, self.strategy, self.phase = graph.model, graph.strategy, graph.phase
+        self.kernels = KERNELS
+        self.source, self.keep_logits = source, keep_logits
+        self.transfer, self.family = machinery.transfer, machinery.family
+        self.kept = residency(graph.model, graph.strategy.s_params)
+        machinery.keep(graph.strategy.s_params)
+        weights = machinery.weights
+        self.buffers = Buffers(
+            graph,
+            capacity,
+            dense_nbytes=max(x.nbytes for x in weights.dense_layouts),
+            expert_nbytes=max((x.nbytes for x in weights.expert_layouts if x), default=0),
+            dtype=machinery.family.dtype,
+            device=machinery.device,
+            keep_logits=keep_logits,
+        )
+        self.scratch = Scratch()
+        self._values = {
+            (t.id, v.buffer): v for t in graph.tasks for v in (*t.reads, *t.writes) if not v.distance
+        }
+
+    # -- what the runner asks ----------------------------------------------------------
+
+    def next_step(self, index: int) -> Step | None:
+        return self.source(index)
+
+    def needs_step(self, task: Task) -> bool:
+        op = task.id.op
+        return op != "copy_dense" and (op != "copy_expert" or self.strategy.fetch == "routed")
+
+    def host_value(self, task: Task, step: Step) -> None:
+        layer = task.id.layer
+        if layer not in step.counts:
+            n = self.model.layers[layer].n_experts
+            step.counts[layer] = self.buffers.host_counts[:n].tolist()
+
+    def is_empty(self, task: Task, step: Step | None) -> bool:
+        op, m = task.id.op, task.id.microbatch
+        if step is None:
+            return False
+        if op in ("send_qkv", "attn_cpu", "recv_attn"):
+            return step.cpu.rows == 0
+        if op == "expert":
+            return not any(step.counts[task.id.layer][e] for e in self.experts(task, step))
+        if op == "copy_expert":
+            return not self.copied_experts(task, step)
+        if op == "append_kv" and m < 0:
+            return step.gpu.rows == 0
+        return m >= 0 and step.span(m).rows == 0
+
+    def run(self, task: Task, index: int, step: Step | None) -> None:
+        with torch.inference_mode():
+            self.kernels[task.id.op](self, task, index, step)
+
+    # -- what kernels ask --------------------------------------------------------------
+
+    def slot(self, buffer: str, task: Task, index: int) -> int:
+        """The slot of ``buffer`` that ``task`` uses in step ``index``."""
+        value: Value = self._values[task.id, buffer]
+        return self.graph.rings[buffer].slot(index, value.index)
+
+    def span(self, task: Task, step: Step) -> Span:
+        """The share of the batch that ``task`` works on."""
+        return step.span(task.id.microbatch)
+
+    def columns(self, step: Step, index: int) -> dict[str, Tensor]:
+        """The step's row table on the device, by column."""
+        ring = self.graph.rings["rows"]
+        return step.columns(self.buffers.rows[ring.slot(index, 0)])
+
+    def dense(self, task: Task, index: int) -> dict[str, Tensor]:
+        """A layer's dense weights, from its slot or for good."""
+        layer = task.id.layer
+        layout = self.machinery.weights.dense_layouts[layer]
+        if self.kept.dense[layer]:
+            return layout.view(self.machinery.resident_dense[layer])
+        return layout.view(self.buffers.dense[self.slot("dense_weights", task, index)])
+
+    def experts(self, task: Task, step: Step | None) -> Sequence[int]:
+        """The experts that an ``expert`` or ``copy_expert`` task stands for in this step."""
+        layer, first, group = task.id.layer, task.id.expert, self.strategy.expert_group
+        if self.strategy.fetch == "routed":
+            assert step is not None
+            active = [e for e, n in enumerate(step.counts[layer]) if n]
+            return active[first : first + group]
+        n, resident = self.model.layers[layer].n_experts, self.kept.experts[layer]
+        return expert_range(n, resident, group, first)
+
+    def copied_experts(self, task: Task, step: Step | None) -> list[tuple[int, int]]:
+        """(place in the slot, expert) of what a ``copy_expert`` task copies."""
+        resident = self.kept.experts[task.id.layer]
+        return [(i, e) for i, e in enumerate(self.experts(task, step)) if e >= resident]
+
+    def expert_weights(self, task: Task, index: int, place: int, expert: int) -> dict[str, Tensor]:
+        """Weights of the ``place``-th expert of a task."""
+        layer = task.id.layer
+        layout = self.machinery.weights.expert_layouts[layer]
+        assert layout is not None
+        if expert < self.kept.experts[layer]:
+            return layout.view(self.machinery.resident_experts[layer][expert])
+        slot = self.buffers.expert[self.slot("expert_weights", task, index)]
+        return layout.view(self.expert_place(slot, layer, place))
+
+    def expert_place(self, slot: Tensor, layer: int, place: int) -> Tensor:
+        """Bytes of the ``place``-th expert in a slot."""
+        layout = self.machinery.weights.expert_layouts[layer]
+        assert layout is not None
+        return slot[place * layout.nbytes : (place + 1) * layout.nbytes]
+
+    def sampled(self, step: Step) -> list[int]:
+        """The step's tokens, by live row; they are on the host."""
+        return self.buffers.host_tokens[: step.n_rows].tolist()
+
+    def logits(self, step: Step) -> Tensor:
+        """The step's logits [R, V], a copy; only with ``keep_logits``."""
+        return self.buffers.host_logits[: step.n_rows].clone()

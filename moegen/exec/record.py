@@ -1,0 +1,64 @@
+"""From a run's records to a Timeline: the last few steps, and what they really handled."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from moegen.exec.step import Step
+from moegen.graph.shape import Shape
+from moegen.graph.task import TaskGraph, TaskId
+
+if TYPE_CHECKING:
+    from moegen.timeline import Timeline
+
+
+class Recorder:
+    """Keeps the times of the last ``keep`` steps of a run, so that long runs do not grow."""
+
+    def __init__(self, graph: TaskGraph, keep: int) -> None:
+        self.graph = graph
+        self._times: deque[tuple[int, list[tuple[TaskId, float, float]]]] = deque(maxlen=keep)
+        self._steps: dict[int, Step] = {}
+        self._keep = keep
+
+    def bound(self, index: int, step: Step) -> None:
+        """Step ``index`` works on ``step``."""
+        self._steps[index] = step
+        # Issue runs one step ahead and times are resolved two behind.
+        self._steps.pop(index - self._keep - 4, None)
+
+    def add(self, index: int, times: list[tuple[TaskId, float, float]]) -> None:
+        """Times of every task of step ``index``."""
+        self._times.append((index, times))
+
+    def shapes(self) -> list[Shape]:
+        """What each kept step worked on."""
+        return [self._steps[index].shape() for index, _ in self._times]
+
+    def timeline(self) -> Timeline:
+        """The kept steps, numbered from 0, the first task starting at 0."""
+        from moegen.timeline import Timeline
+
+        ids: list[TaskId] = []
+        start: list[float] = []
+        end: list[float] = []
+        tokens: list[float] = []
+        for k, (index, times) in enumerate(self._times):
+            actual = self.graph.bind(self._steps[index].shape())
+            for task_id, a, b in times:
+                work = actual[task_id._replace(step=0)].work
+                ids.append(task_id._replace(step=k))
+                start.append(a)
+                end.append(b)
+                tokens.append(float("nan") if work is None else work.tokens)
+        origin = min(start, default=0.0)
+        return Timeline(
+            self.graph,
+            ids,
+            [a - origin for a in start],
+            [b - origin for b in end],
+            source="measured",
+            tokens_actual=tokens,
+            meta={"shapes": [s.to_dict() for s in self.shapes()]},
+        )

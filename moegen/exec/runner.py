@@ -1,0 +1,344 @@
+"""execute: run a task graph, each lane in its order, waiting only on edges.
+
+One issuing thread a lane walks the lane's tasks step after step. Before it issues a task
+it makes the two waits of an edge: the *host* waits until the producer's event has been
+recorded in the step meant, then the *stream* waits on that event. Issue runs as far ahead
+of execution as the edges let it; weights of the next step are copied while this one ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from moegen.errors import DeadlockError
+from moegen.exec.lanes import Clock, Event, Stream, open_streams
+from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
+
+STALL_S = 600.0
+# A Python thread may keep the interpreter for this long before another gets it: lanes
+# hand over to each other many times a step.
+SWITCH_INTERVAL_S = 2e-4
+# Steps whose events are kept: edges reach one step back, issue runs at most one ahead.
+WINDOW = 4
+
+StepT = TypeVar("StepT")
+
+
+class Kernels(Protocol[StepT]):
+    """What the runner asks of whoever does the work."""
+
+    def next_step(self, index: int) -> StepT | None:
+        """Bind step ``index``; None ends the run. Called once the one before is known."""
+        ...
+
+    def needs_step(self, task: Task) -> bool:
+        """Whether a task can be issued only once its step is bound."""
+        ...
+
+    def host_value(self, task: Task, step: StepT) -> None:
+        """Read what ``task`` needs on the host; its producer has finished."""
+        ...
+
+    def is_empty(self, task: Task, step: StepT | None) -> bool:
+        """Whether there is nothing to do in this step."""
+        ...
+
+    def run(self, task: Task, index: int, step: StepT | None) -> None:
+        """Do the work of ``task`` (on the calling thread, or launched on its stream)."""
+        ...
+
+
+class Delays(Protocol):
+    """Seconds by which a test holds a task back."""
+
+    def issue_s(self, task: Task, index: int) -> float: ...
+    def run_s(self, task: Task, index: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Wait for ``position`` of ``lane``, ``distance`` steps back."""
+
+    lane: Lane
+    position: int
+    distance: int
+    host: bool
+
+
+@dataclass
+class Record:
+    """When a task ran: events until resolved, seconds after."""
+
+    task: Task
+    step: int
+    start: Event | None
+    end: Event
+
+
+@dataclass
+class _Progress:
+    """How far a lane has been issued; others wait here for its events."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    issued: int = 0
+
+
+class _Stop(Exception):
+    """The run is over, or failed elsewhere: leave quietly."""
+
+
+class Runner(Generic[StepT]):
+    """One run of a graph over many steps.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        One step's structure.
+    kernels : Kernels
+        Binds steps and does the work.
+    device : torch.device
+    delays : Delays, optional
+        Hold tasks back, on the issuing and on the executing side.
+    on_records : callable, optional
+        Gets each step's records once all of them have finished.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        kernels: Kernels[StepT],
+        device: torch.device,
+        *,
+        delays: Delays | None = None,
+        on_records: Callable[[int, list[tuple[TaskId, float, float]]], None] | None = None,
+    ) -> None:
+        self.graph, self.kernels, self.delays = graph, kernels, delays
+        self.on_records = on_records
+        self.device = device
+        self.clock = Clock(device)
+        self.lanes = graph.lanes
+        self.progress = {lane: _Progress() for lane in self.lanes}
+        self.steps: dict[int, StepT] = {}
+        self.steps_changed = threading.Condition()
+        self.stop_at: int | None = None
+        self.error: BaseException | None = None
+        self.records: dict[int, list[Record]] = {}
+        self.resolved = 0
+        self.where: dict[Lane, str] = {}
+        self._position = {
+            t.id: (lane, i) for lane, tasks in self.lanes.items() for i, t in enumerate(tasks)
+        }
+        self._waits = {t.id: self._waits_of(t) for t in graph.tasks}
+        self._ends: dict[Lane, list[list[Event | None]]] = {
+            lane: [[None] * len(tasks) for _ in range(WINDOW)] for lane, tasks in self.lanes.items()
+        }
+        self._lock = threading.Lock()
+
+    def _waits_of(self, task: Task) -> tuple[_Wait, ...]:
+        """The waits an edge makes, one per lane and distance: lanes are in order, so the
+        last producer of a lane stands for those before it."""
+        latest: dict[tuple[Lane, int, bool], int] = {}
+        for e in self.graph.preds[task.id]:
+            lane, position = self._position[e.src]
+            if e.reason.kind is EdgeKind.LANE or (lane is task.lane and not e.reason.host):
+                continue
+            key = (lane, e.reason.distance, e.reason.host)
+            latest[key] = max(latest.get(key, -1), position)
+        return tuple(_Wait(lane, p, d, host) for (lane, d, host), p in sorted(latest.items()))
+
+    def run(self) -> None:
+        """Run until ``kernels.next_step`` says that it is over.
+
+        Raises
+        ------
+        DeadlockError
+            If nothing moved for `STALL_S` seconds; it names where each lane stands.
+        Exception
+            Whatever the first failing task raised.
+        """
+        streams = open_streams(self.device, self.clock, self._fail)
+        first = threading.Thread(target=self._bind_first, name="moegen-bind")
+        threads = [first] + [
+            threading.Thread(target=self._walk, args=(lane, streams[lane]), name=f"issue-{lane}")
+            for lane in self.lanes
+        ]
+        try:
+            with _quick_handover():
+                for t in threads:
+                    t.start()
+                for t in threads:
+                    t.join()
+            for lane in self.lanes:
+                streams[lane].synchronize()
+        finally:
+            self._fail(_Stop())
+            for t in threads:
+                t.join()
+            for s in streams.values():
+                s.close()
+        if self.error is not None and not isinstance(self.error, _Stop):
+            raise self.error
+        self._resolve(upto=None)
+
+    # -- issuing ---------------------------------------------------------------------
+
+    def _bind_first(self) -> None:
+        """Bind step 0; the tasks that wait for the step before bind the others."""
+        try:
+            self._bind(0)
+        except _Stop:
+            return
+        except BaseException as e:
+            self._fail(e)
+
+    def _bind(self, index: int) -> None:
+        step = self.kernels.next_step(index)
+        with self.steps_changed:
+            if step is None:
+                self.stop_at = index
+            else:
+                self.steps[index] = step
+                self.steps.pop(index - WINDOW, None)
+            self.steps_changed.notify_all()
+        if step is None:
+            for p in self.progress.values():
+                with p.changed:
+                    p.changed.notify_all()
+            raise _Stop
+        self._resolve(upto=index - 2)
+
+    def _walk(self, lane: Lane, stream: Stream) -> None:
+        index = 0
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            while True:
+                for position, task in enumerate(self.lanes[lane]):
+                    self._issue(lane, stream, task, position, index)
+                index += 1
+        except _Stop:
+            return
+        except BaseException as e:
+            self._fail(e)
+
+    def _issue(self, lane: Lane, stream: Stream, task: Task, position: int, index: int) -> None:
+        if self.delays is not None and (s := self.delays.issue_s(task, index)):
+            threading.Event().wait(s)
+        host = False
+        for w in self._waits[task.id]:
+            if index < w.distance:
+                continue
+            event = self._recorded(w, index - w.distance, task, index)
+            if w.host:
+                event.synchronize()
+                self._check(index)
+                if w.distance:
+                    self._bind(index)  # what the step before left on the host says what this is
+                else:
+                    host = True
+            else:
+                stream.wait(event)
+        # Work that needs no step (weights) may be one step ahead of what is known.
+        step = self._step(index, task) if self.kernels.needs_step(task) else None
+        if step is None and index > 0:
+            self._step(index - 1, task)
+        if host and step is not None:
+            self.kernels.host_value(task, step)
+        self._check(index)
+        start = None
+        if self.delays is not None and (s := self.delays.run_s(task, index)):
+            stream.delay(s)
+        if not self.kernels.is_empty(task, step):
+            start = stream.record()
+            stream.submit(lambda: self.kernels.run(task, index, step))
+        end = stream.record()
+        self._ends[lane][index % WINDOW][position] = end
+        with self._lock:
+            self.records.setdefault(index, []).append(Record(task, index, start, end))
+        p = self.progress[lane]
+        with p.changed:
+            p.issued += 1
+            p.changed.notify_all()
+
+    def _recorded(self, w: _Wait, index: int, task: Task, at: int) -> Event:
+        """The producer's event, once it has been recorded in step ``index``."""
+        need = index * len(self.lanes[w.lane]) + w.position + 1
+        p = self.progress[w.lane]
+        producer = self.lanes[w.lane][w.position].id
+        self.where[task.lane] = f"{task.id} of step {at} waits for {producer} of step {index}"
+        with p.changed:
+            moved = p.changed.wait_for(lambda: p.issued >= need or self._over(at), STALL_S)
+        self._check(at)
+        if not moved:
+            self._stalled()
+        event = self._ends[w.lane][index % WINDOW][w.position]
+        assert event is not None
+        return event
+
+    def _step(self, index: int, task: Task) -> StepT:
+        with self.steps_changed:
+            self.where[task.lane] = f"{task.id} waits for step {index} to be bound"
+            moved = self.steps_changed.wait_for(
+                lambda: index in self.steps or self._over(index), STALL_S
+            )
+            self._check(index)
+            if not moved:
+                self._stalled()
+            return self.steps[index]
+
+    def _over(self, index: int) -> bool:
+        return self.error is not None or (self.stop_at is not None and index >= self.stop_at)
+
+    def _check(self, index: int) -> None:
+        if self._over(index):
+            raise _Stop
+
+    def _stalled(self) -> None:
+        raise DeadlockError(
+            f"nothing moved for {STALL_S:.0f} s; " + "; ".join(sorted(self.where.values()))
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+        with self.steps_changed:
+            self.steps_changed.notify_all()
+        for p in self.progress.values():
+            with p.changed:
+                p.changed.notify_all()
+
+    # -- times -----------------------------------------------------------------------
+
+    def _resolve(self, upto: int | None) -> None:
+        """Turn events into seconds, for steps before ``upto`` whose tasks all finished."""
+        with self._lock:
+            ready = [i for i in sorted(self.records) if upto is None or i < upto]
+            taken = [(i, self.records.pop(i)) for i in ready]
+        for index, records in taken:
+            if self.stop_at is not None and index >= self.stop_at:
+                continue  # weights copied ahead for a step that never came
+            times = []
+            for r in records:
+                r.end.synchronize()
+                end = r.end.time_s()
+                start = end if r.start is None else r.start.time_s()
+                times.append((r.task.id._replace(step=index), start, end))
+            if self.on_records is not None:
+                self.on_records(index, times)
+
+
+@contextmanager
+def _quick_handover() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -1,0 +1,85 @@
+"""How bytes move between host and device: plain copies on CPU lanes, kernels on CUDA.
+
+Weights go through the copy engine, which is one queue a direction for all streams; what
+someone waits for is moved by kernels that read and write pinned memory themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Transfer(Protocol):
+    """The movements of the BULK, KV and ACT lanes; all run on the calling lane's stream."""
+
+    def bulk(self, dst: Tensor, src: Tensor) -> None:
+        """Weights up, through the copy engine."""
+        ...
+
+    def up(self, dst: Tensor, src: Tensor) -> None:
+        """A small contiguous piece, host to device."""
+        ...
+
+    def down(self, dst: Tensor, src: Tensor) -> None:
+        """A small contiguous piece, device to host."""
+        ...
+
+    def gather(self, dst: Tensor, src: Tensor, c: dict[str, Tensor], r0: int, r1: int) -> None:
+        """History of rows [r0, r1) from the store ``src`` to the slot ``dst``."""
+        ...
+
+    def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
+        """Row t of ``src`` to row ``index[t]`` of the store ``dst``."""
+        ...
+
+
+class CpuTransfer:
+    """Both sides are host memory; copies all the same, so that slots are real."""
+
+    def bulk(self, dst: Tensor, src: Tensor) -> None:
+        dst.copy_(src)
+
+    up = down = bulk
+
+    def gather(self, dst: Tensor, src: Tensor, c: dict[str, Tensor], r0: int, r1: int) -> None:
+        columns = (c["start"], c["past"], c["slot_start"])
+        for start, past, to in zip(*(x[r0:r1].tolist() for x in columns), strict=True):
+            dst[to : to + past] = src[start : start + past]
+
+    def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
+        dst.index_copy_(0, index, src)
+
+
+class CudaTransfer:
+    """Zero-copy kernels over pinned memory, and the copy engine for weights."""
+
+    def __init__(self) -> None:
+        from moegen.exec.kernels import zero_copy
+        from moegen.exec.kernels.triton_util import require_triton
+
+        require_triton()
+        self._kernels = zero_copy
+
+    def bulk(self, dst: Tensor, src: Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
+
+    def up(self, dst: Tensor, src: Tensor) -> None:
+        self._kernels.copy_up(dst, src)
+
+    def down(self, dst: Tensor, src: Tensor) -> None:
+        self._kernels.copy_down(dst, src)
+
+    def gather(self, dst: Tensor, src: Tensor, c: dict[str, Tensor], r0: int, r1: int) -> None:
+        start, past, to = (c[name][r0:r1] for name in ("start", "past", "slot_start"))
+        self._kernels.gather_rows(dst, src, start, past, to, r1 - r0)
+
+    def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
+        self._kernels.scatter_rows(dst, src, index)
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """The movements of ``device``."""
+    return CudaTransfer() if device.type == "cuda" else CpuTransfer()

@@ -1,0 +1,116 @@
+"""A sound plan without a search: fill host memory with KV, and balance the link and the CPU.
+
+This is the choice for someone who only wants an answer; it follows the paper's reasoning
+(the largest B that host memory allows, ω where the CPU and the link take equally long).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from moegen.errors import Infeasible
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.memory import memory
+from moegen.graph.model import ModelSpec
+from moegen.graph.strategy import Plan, Strategy
+from moegen.graph.workload import Workload
+
+# Left free for what a ledger does not see: the allocator's rounding, temporaries, the context.
+HEADROOM = 0.9
+EXPERT_TILE = 8192
+PREFILL_TOKENS = 32768
+
+
+def sound_plan(model: ModelSpec, hw: HardwareSpec, work: Workload) -> Plan:
+    """A plan that fits and leaves no resource idle that it could easily use.
+
+    Raises
+    ------
+    Infeasible
+        If not even one sequence fits; the ledger's line says what broke.
+    """
+    hw = replace(
+        hw,
+        host_memory_bytes=hw.host_memory_bytes * HEADROOM,
+        gpu_memory_bytes=hw.gpu_memory_bytes * HEADROOM,
+    )
+    decode = _decode(model, hw, work)
+    return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
+
+
+def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload) -> Strategy:
+    least = Strategy(B=1, b_a=1, b_e=256)
+    memory(model, hw, least, work).require()
+    B = _largest(work.n, lambda n: memory(model, hw, least.with_(B=n, omega=1.0), work).host.fits)
+    spec = model.layers[model.moe_layers[0]] if model.moe_layers else model.layers[0]
+    fetch = "routed" if B * spec.top_k <= spec.n_experts // 2 else "all"
+    for b_a in (256, 64, 16, 4, 1):
+        for tile in (EXPERT_TILE, 1024, 256):
+            s = Strategy(B=B, b_a=min(b_a, B), b_e=tile, omega=0.5, fetch=fetch)
+            if memory(model, hw, s, work).gpu.fits:
+                return _balance(model, hw, work, _spend(model, hw, work, s))
+    memory(model, hw, least.with_(B=B), work).require()
+    raise Infeasible(f"no micro-batch of {model.name} fits {hw.name}", line="gpu")
+
+
+def _spend(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> Strategy:
+    """Give spare GPU memory to expert slots up to one layer's, then to resident weights."""
+    if not model.moe_layers:
+        return s
+    layer = model.layers[model.moe_layers[0]]
+    phase = "decode"
+    slots = _largest(
+        layer.n_experts,
+        lambda n: memory(
+            model, hw, s.with_(s_expert=n * layer.expert_bytes), work, phase=phase
+        ).gpu.fits,
+    )
+    s = s.with_(s_expert=slots * layer.expert_bytes)
+    spare = max(0, memory(model, hw, s, work).gpu.free_bytes)
+    resident = s.with_(s_params=min(spare, model.weight_bytes - model.head_bytes))
+    return resident if memory(model, hw, resident, work).gpu.fits else s
+
+
+def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> Strategy:
+    """ω where the busier of the link and the CPU is least busy."""
+    streamed = max(0, model.weight_bytes - model.head_bytes - s.s_params)
+    kv = work.longest(s.B) * model.kv_bytes_per_token
+
+    def busiest(omega: float) -> float:
+        link = (streamed + (1 - omega) * kv) / hw.h2d_bytes_per_s
+        flops = sum(x.attention.decode_flops(1) for x in model.layers) * work.longest(s.B)
+        cpu = max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
+        return max(link, omega * cpu)
+
+    grid = [i / 20 for i in range(21)]
+    best = min(grid, key=lambda w: (busiest(w), w))
+    chosen = s.with_(omega=best)
+    return chosen if memory(model, hw, chosen, work).fits else s.with_(omega=0.5)
+
+
+def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strategy) -> Strategy:
+    base = decode.with_(omega=0.0, fetch="all")
+    longest = max(1, work.max_prompt_len)
+    wanted = max(1, min(decode.B, PREFILL_TOKENS // longest))
+    for s_params in (decode.s_params, 0):
+        for rows in (wanted, max(1, wanted // 4), 1):
+            part = max(1, min(rows, 4096 // longest))
+            for tile in (decode.b_e, 256):
+                s = base.with_(B=rows, b_a=part, b_e=tile, s_params=s_params)
+                if memory(model, hw, s, work, phase="prefill").gpu.fits:
+                    return s
+    s = base.with_(B=1, b_a=1, b_e=256, s_params=0)
+    memory(model, hw, s, work, phase="prefill").gpu.require()
+    return s
+
+
+def _largest(most: int, fits) -> int:  # noqa: ANN001
+    """The greatest n in [1, most] that fits, by halving; 1 if none does."""
+    low, high = 1, max(1, most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
