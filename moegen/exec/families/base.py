@@ -1,0 +1,276 @@
+"""What a model family is to the executor: layouts of weights, and the mathematics of each op.
+
+Shape legend: T tokens, R rows, H hidden size, E experts, k experts a token, I an MLP's width.
+``w`` is a mapping of names to views into one flat buffer, as the layouts name them. The same
+code runs on CPU and CUDA tensors, and every function works on zero tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moegen.errors import InvalidInput
+from moegen.graph.model import Layer, ModelSpec, Phase
+
+Weights = Mapping[str, Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Piece(NamedTuple):
+    """Where one checkpoint tensor goes.
+
+    Parameters
+    ----------
+    key : str
+        Its name in the checkpoint.
+    shape : tuple of int
+        Its shape there.
+    target : str
+        The name in the layout that it fills, from row ``row`` on.
+    index : int or None
+        Only entry ``index`` of its first dimension (an expert of a fused tensor).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    target: str
+    row: int = 0
+    index: int | None = None
+
+
+class Family(ABC):
+    """The mathematics and the weight names of one model family.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+    dtype : torch.dtype
+        Of weights, activations and the KV store.
+    device : torch.device or str
+        Where the rotary frequencies live.
+
+    Raises
+    ------
+    InvalidInput
+        If the configuration asks for something that this family does not do.
+    """
+
+    rms_norm_eps = 1e-6  # where the configuration does not say
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
+        if spec.hf.get("quantization_config"):
+            raise InvalidInput(
+                f"{spec.name}: its weights are quantised, which moegen can plan but not run; "
+                f"give a bfloat16, float16 or float32 checkpoint"
+            )
+        act = spec.hf.get("hidden_act", "silu")
+        if act != "silu":
+            raise InvalidInput(f"{spec.name}: hidden_act {act!r} is not supported, only 'silu'")
+        self.eps = float(spec.hf.get("rms_norm_eps") or self.rms_norm_eps)
+
+    # -- weights: what lies in the flat buffers, and where it comes from
+
+    @abstractmethod
+    def attention_layout(self, layer: Layer) -> Shapes:
+        """Names and shapes of the attention's weights, norms before and after not included."""
+
+    @abstractmethod
+    def attention_sources(self, layer: Layer, prefix: str) -> list[Piece]:
+        """Checkpoint tensors of :meth:`attention_layout`."""
+
+    @abstractmethod
+    def expert_sources(self, index: int, expert: int, keys: Collection[str]) -> list[Piece]:
+        """Checkpoint tensors of one expert, in the layout that the checkpoint is seen to have."""
+
+    @abstractmethod
+    def router_key(self, index: int, keys: Collection[str]) -> str:
+        """Name of the router's weight in the checkpoint."""
+
+    def head_layout(self) -> Shapes:
+        """Names and shapes of what lies outside the layers; a tied model has no ``lm_head``."""
+        vocab_by_hidden = (self.spec.vocab, self.spec.hidden)
+        shapes: Shapes = {"embed": vocab_by_hidden, "final_norm": (self.spec.hidden,)}
+        if not self.spec.tie_embeddings:
+            shapes["lm_head"] = vocab_by_hidden
+        return shapes
+
+    def head_sources(self) -> list[Piece]:
+        """Checkpoint tensors of :meth:`head_layout`."""
+        keys = {
+            "embed": "model.embed_tokens.weight",
+            "final_norm": "model.norm.weight",
+            "lm_head": "lm_head.weight",
+        }
+        return [Piece(keys[name], shape, name) for name, shape in self.head_layout().items()]
+
+    def dense_layout(self, index: int) -> Shapes:
+        """Names and shapes of layer ``index``'s dense blob: all but its routed experts."""
+        layer, hidden = self.spec.layers[index], self.spec.hidden
+        shapes: Shapes = {"input_norm": (hidden,)}
+        shapes |= self.attention_layout(layer)
+        shapes["post_norm"] = (hidden,)
+        if layer.mlp == "dense":
+            shapes |= _mlp_shapes("mlp_", hidden, layer.dense_intermediate)
+            return shapes
+        shapes["router"] = (layer.n_experts, hidden)
+        if layer.shared_intermediate:
+            shapes |= _mlp_shapes("shared_", hidden, layer.shared_intermediate)
+        return shapes
+
+    def dense_sources(self, index: int, keys: Collection[str]) -> list[Piece]:
+        """Checkpoint tensors of :meth:`dense_layout`; ``keys`` are the checkpoint's names."""
+        layer, hidden = self.spec.layers[index], self.spec.hidden
+        prefix = f"model.layers.{index}."
+        pieces = [
+            Piece(prefix + "input_layernorm.weight", (hidden,), "input_norm"),
+            Piece(prefix + "post_attention_layernorm.weight", (hidden,), "post_norm"),
+            *self.attention_sources(layer, prefix + "self_attn."),
+        ]
+        if layer.mlp == "dense":
+            return pieces + mlp_pieces(prefix + "mlp.", "mlp_", hidden, layer.dense_intermediate)
+        shape = (layer.n_experts, hidden)
+        pieces.append(Piece(self.router_key(index, keys), shape, "router"))
+        if layer.shared_intermediate:
+            shared = prefix + "mlp.shared_experts."
+            pieces += mlp_pieces(shared, "shared_", hidden, layer.shared_intermediate)
+        return pieces
+
+    def expert_layout(self, index: int) -> Shapes:
+        """Names and shapes of one routed expert of layer ``index``; empty for a dense layer."""
+        layer = self.spec.layers[index]
+        if layer.mlp == "dense":
+            return {}
+        return _mlp_shapes("", self.spec.hidden, layer.moe_intermediate)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that a weight of the dense blob or of the head is kept in."""
+        return self.dtype
+
+    def _fused_expert(self, index: int, expert: int) -> list[Piece]:
+        # As transformers 5 holds experts: one tensor for all of a layer, gate above up.
+        layer, prefix = self.spec.layers[index], f"model.layers.{index}.mlp.experts."
+        return [
+            Piece(prefix + f"{name}_proj", (layer.n_experts, *shape), name, index=expert)
+            for name, shape in self.expert_layout(index).items()
+        ]
+
+    # -- the ops
+
+    def embed(self, w: Weights, ids: Tensor) -> Tensor:
+        """Token ids [T] to hidden states [T, H]."""
+        return F.embedding(ids, w["embed"])
+
+    @abstractmethod
+    def pre_attn(self, w: Weights, x: Tensor, pos: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+        """Norm, projections, rotation: x [T, H], pos [T] to q [T, q_width], kv [T, kv_width]."""
+
+    @abstractmethod
+    def attn_prefill(self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Causal attention of packed prompts, [T, q_width] and [T, kv_width] to [T, out_width].
+
+        ``lengths`` are those of the prompts, in order; they sum to T.
+        """
+
+    @abstractmethod
+    def attn_decode(
+        self, q: Tensor, kv: Sequence[Tensor], pool: Executor | None = None, threads: int = 1
+    ) -> Tensor:
+        """Attention of one new token a row: q [R, q_width], kv R x [n_r, kv_width], the new
+        token's included, to [R, out_width]. Rows are split over ``threads`` tasks of ``pool``.
+        """
+
+    @abstractmethod
+    def attn_out(self, w: Weights, o: Tensor, phase: Phase) -> Tensor:
+        """Output projection: [T, out_width] to [T, H]."""
+
+    def post_attn(self, w: Weights, o: Tensor, x: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
+        """Output projection, residual and norm: the new x [T, H] and h [T, H] for the experts."""
+        x = x + self.attn_out(w, o, phase)
+        return x, rms_norm(x, w["post_norm"], self.eps)
+
+    @abstractmethod
+    def route(self, w: Weights, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts of each token of h [T, H]: ids int64 [T, k] and weights float32 [T, k]."""
+
+    def shared_expert(self, w: Weights, h: Tensor) -> Tensor:
+        """The MLP that every token of an MoE layer passes, [T, H] to [T, H]."""
+        return _mlp(h, w["shared_gate_up"], w["shared_down"])
+
+    def dense_mlp(self, w: Weights, h: Tensor) -> Tensor:
+        """The MLP of a layer without experts, [T, H] to [T, H]."""
+        return _mlp(h, w["mlp_gate_up"], w["mlp_down"])
+
+    def expert(self, w: Weights, h: Tensor) -> Tensor:
+        """One routed expert on its tokens, [n, H] to [n, H], weight not applied."""
+        return _mlp(h, w["gate_up"], w["down"])
+
+    @staticmethod
+    def combine(
+        x: Tensor,
+        y_sorted: Tensor,
+        inverse: Tensor,
+        weights: Tensor,
+        shared: Tensor | None = None,
+    ) -> Tensor:
+        """``x + sum_k weights[:, k] * y_k (+ shared)``, rounded once.
+
+        The sum is in float32 and in the order of k, so it depends neither on the order in
+        which experts finished nor on atomics.
+
+        Parameters
+        ----------
+        x, shared : Tensor, [T, H]
+        y_sorted : Tensor, [T * k, H]
+            Expert outputs in the order in which the experts took them.
+        inverse : int64 Tensor, [T, k]
+            Row of ``y_sorted`` that holds token t's k-th output.
+        weights : Tensor, [T, k]
+        """
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for k in range(inverse.shape[1]):
+            y = y_sorted.index_select(0, inverse[:, k])
+            total.addcmul_(y.float(), weights[:, k, None].float())
+        if shared is not None:
+            total += shared
+        return (total + x).to(x.dtype)
+
+    def logits(self, w: Weights, x: Tensor) -> Tensor:
+        """Final norm and output matrix: [R, H] to [R, vocab]."""
+        matrix = w["embed"] if self.spec.tie_embeddings else w["lm_head"]
+        return F.linear(rms_norm(x, w["final_norm"], self.eps), matrix)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * x / rms(x)``: in float32, rounded before the weight, as transformers does."""
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x32.to(x.dtype)
+
+
+def mlp_pieces(prefix: str, target: str, hidden: int, width: int) -> list[Piece]:
+    """Checkpoint tensors of a gated MLP under DeepSeek's names."""
+    return [
+        Piece(prefix + "gate_proj.weight", (width, hidden), target + "gate_up"),
+        Piece(prefix + "up_proj.weight", (width, hidden), target + "gate_up", row=width),
+        Piece(prefix + "down_proj.weight", (hidden, width), target + "down"),
+    ]
+
+
+def _mlp_shapes(target: str, hidden: int, width: int) -> Shapes:
+    # Gate above up: one matrix product for both.
+    return {target + "gate_up": (2 * width, hidden), target + "down": (hidden, width)}
+
+
+def _mlp(h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = F.linear(h, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)

@@ -1,0 +1,109 @@
+"""Host memory that the GPU copies from at full speed: page-aligned, registered with CUDA.
+
+Ordinary memory that is touched first and registered then is ready six times sooner than
+memory that CUDA allocates, and is not rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moegen.errors import MachineError
+from moegen.units import format_bytes
+
+_HUGE = 2 * 1024 * 1024
+_PAGE = 4096
+_MADV_HUGEPAGE = 14
+
+
+def host_buffer(nbytes: int) -> Tensor:
+    """An uninitialised uint8 buffer with pages of its own, huge ones where they are to be had.
+
+    Whole pages, because memory is registered by the page: two buffers that shared one could
+    not both be registered.
+
+    Raises
+    ------
+    MachineError
+        If there is not that much memory.
+    """
+    page = _HUGE if nbytes >= 4 * _HUGE else _PAGE
+    try:
+        raw = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
+    except RuntimeError as e:
+        raise MachineError(
+            f"{format_bytes(nbytes)} of host memory in one piece are not to be had: {e}"
+        ) from e
+    start = -raw.data_ptr() % page
+    if page == _HUGE:
+        _advise_huge(raw.data_ptr() + start, raw.nbytes - page)
+    return raw[start : start + nbytes]
+
+
+def _advise_huge(address: int, nbytes: int) -> None:
+    # Only advice: where the kernel has no huge pages to give, it gives small ones.
+    if sys.platform == "linux":
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+
+
+class Pins:
+    """Buffers registered with the CUDA driver, until :meth:`unregister`."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self.complete = False
+        # Memory must not be freed while it is registered: the list keeps the buffers alive,
+        # and goes only after they have been given back.
+        self._finalizer = weakref.finalize(self, _give_back, self._held)
+        self._finalizer.atexit = False
+
+    def register(self, buffers: Sequence[Tensor]) -> str | None:
+        """Register every buffer, or none: what went wrong, or None.
+
+        The memory should have been written before: registering memory that was never touched
+        makes one thread clear all of it.
+        """
+        if self.complete:
+            return None
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        torch.cuda.init()
+        for t in buffers:
+            if not t.nbytes:
+                continue
+            status = int(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
+            if status != 0:
+                _clear_error()
+                self.unregister()
+                return (
+                    f"cudaHostRegister of {format_bytes(t.nbytes)} failed with CUDA error "
+                    f"{status}; the limit on locked memory (ulimit -l) may be too low"
+                )
+            self._held.append(t)
+        self.complete = True
+        return None
+
+    def unregister(self) -> None:
+        """Give every registration back; no copy from the buffers may be under way."""
+        _give_back(self._held)
+        self.complete = False
+
+
+def _give_back(held: list[Tensor]) -> None:
+    for t in held:
+        torch.cuda.cudart().cudaHostUnregister(t.data_ptr())
+    held.clear()
+
+
+def _clear_error() -> None:
+    # CUDA keeps a failed call's error until someone asks, and the next launch would get it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

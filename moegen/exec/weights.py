@@ -1,0 +1,320 @@
+"""The host weight store: every layer's dense blob and experts as flat byte buffers.
+
+One blob is one bulk copy to the GPU, and a GPU slot is viewed by the same layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from moegen.errors import InvalidInput
+from moegen.exec.checkpoint import Checkpoint, opened
+from moegen.exec.families.base import Family, Piece
+from moegen.exec.pinning import Pins, host_buffer
+from moegen.graph.model import ModelSpec
+from moegen.units import format_bytes
+
+Progress = Callable[[int, int], None]
+
+ALIGN = 64  # bytes: a cache line, and more than any dtype or vector load asks for
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_MAX_THREADS = 16
+
+
+class Entry(NamedTuple):
+    """A tensor inside a flat buffer."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names to places in a flat byte buffer, each aligned to 64 bytes.
+
+    Parameters
+    ----------
+    entries : mapping of str to Entry
+    nbytes : int
+        Size of the buffer, a multiple of 64.
+    """
+
+    entries: Mapping[str, Entry]
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls, shapes: Mapping[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype]
+    ) -> Layout:
+        """The tensors of ``shapes`` one behind the other, in that order."""
+        entries, offset = {}, 0
+        for name, shape in shapes.items():
+            dtype = dtype_of(name)
+            nbytes = torch.Size(shape).numel() * dtype.itemsize
+            entries[name] = Entry(offset, tuple(shape), dtype, nbytes)
+            offset += -(-nbytes // ALIGN) * ALIGN
+        return cls(MappingProxyType(entries), offset)
+
+    def view(self, flat: Tensor) -> dict[str, Tensor]:
+        """The tensors of a uint8 buffer of ``nbytes`` bytes or more, without copying."""
+        return {
+            name: flat[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape)
+            for name, e in self.entries.items()
+        }
+
+
+class HostWeights:
+    """All weights of a model in host memory. Make one with :meth:`load` or :meth:`random`.
+
+    Attributes
+    ----------
+    dense : list of Tensor, uint8 [nbytes]
+        Everything of a layer but its routed experts.
+    experts : list of (Tensor, uint8 [E, expert_nbytes], or None)
+        None for a layer without experts.
+    head : Tensor, uint8 [nbytes]
+        Embedding, final norm, output matrix unless tied.
+    dense_layouts, expert_layouts, head_layout
+        How to view them; equal layers share one Layout.
+    pinned : bool
+        Whether the GPU can copy from all of it without a detour.
+    notes : list of str
+        What a person should know and no error says: tensors left out, why pinning failed.
+    """
+
+    def __init__(self, spec: ModelSpec, family: Family) -> None:
+        self.spec, self.family = spec, family
+        self.notes: list[str] = []
+        made: dict[tuple[str, str], Layout] = {}
+
+        def layout(kind: str, index: int) -> Layout:
+            key = (kind, spec.layers[index].name)
+            if key not in made:
+                shapes = getattr(family, f"{kind}_layout")(index)
+                made[key] = Layout.of(shapes, family.dtype_of)
+            return made[key]
+
+        self.dense_layouts = [layout("dense", i) for i in range(spec.n_layers)]
+        self.expert_layouts = [
+            layout("expert", i) if layer.mlp == "moe" else None
+            for i, layer in enumerate(spec.layers)
+        ]
+        self.head_layout = Layout.of(family.head_layout(), family.dtype_of)
+        self.dense = [host_buffer(lay.nbytes) for lay in self.dense_layouts]
+        self.experts = [
+            None
+            if lay is None
+            else host_buffer(layer.n_experts * lay.nbytes).view(layer.n_experts, lay.nbytes)
+            for layer, lay in zip(spec.layers, self.expert_layouts, strict=True)
+        ]
+        self.head = host_buffer(self.head_layout.nbytes)
+        self._pins = Pins()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(t.nbytes for t in self._buffers())
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every buffer is registered with the CUDA driver."""
+        return self._pins.complete
+
+    def dense_views(self, layer: int) -> dict[str, Tensor]:
+        """The dense blob of a layer as named tensors."""
+        return self.dense_layouts[layer].view(self.dense[layer])
+
+    def expert_views(self, layer: int, expert: int) -> dict[str, Tensor]:
+        """One expert as named tensors."""
+        blobs, layout = self.experts[layer], self.expert_layouts[layer]
+        if blobs is None or layout is None:
+            raise InvalidInput(f"layer {layer} of {self.spec.name} has no routed experts")
+        return layout.view(blobs[expert])
+
+    def head_views(self) -> dict[str, Tensor]:
+        """Embedding, final norm and output matrix as named tensors."""
+        return self.head_layout.view(self.head)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        spec: ModelSpec,
+        family: Family,
+        *,
+        pin: bool = False,
+        progress: Progress | None = None,
+        threads: int | None = None,
+    ) -> Self:
+        """Read a checkpoint, each tensor straight to its place, converted on the way.
+
+        Parameters
+        ----------
+        path : str or Path
+            A folder with ``model.safetensors``, or shards and their index.
+        pin : bool
+            Register the memory with the CUDA driver afterwards.
+        progress : callable, optional
+            Called with bytes written so far and bytes in all.
+        threads : int, optional
+            Tensors read at a time.
+
+        Raises
+        ------
+        InvalidInput
+            If the folder, a shard or a tensor is missing, cut short or of another shape.
+        """
+        checkpoint = Checkpoint(path)
+        store = cls(spec, family)
+        todo = store._plan(checkpoint)
+        unused = checkpoint.files.keys() - todo.keys()
+        if unused:
+            store.notes.append(
+                f"{len(unused)} tensor(s) of {checkpoint.path} are not used, such as {min(unused)}"
+            )
+        by_file: dict[Path, list[str]] = defaultdict(list)
+        for key in todo:
+            by_file[checkpoint.files[key]].append(key)
+        done, total = 0, sum(dst.nbytes for pieces in todo.values() for _, dst in pieces)
+        with ThreadPoolExecutor(threads or _threads()) as pool:
+            for file, keys in by_file.items():
+                with opened(file) as f:
+                    present = set(f.keys())
+                    for key in keys:
+                        if key not in present:
+                            raise InvalidInput(
+                                f"{file} has no tensor {key}, though the index says so"
+                            )
+                    for nbytes in pool.map(lambda key, f=f: _copy(f, key, todo[key]), keys):
+                        done += nbytes
+                        if progress is not None:
+                            progress(done, total)
+        if pin:
+            store.pin()
+        return store
+
+    @classmethod
+    def random(cls, spec: ModelSpec, family: Family, *, seed: int = 0, pin: bool = False) -> Self:
+        """Weights of the right shapes for measuring speed; experts differ from one another.
+
+        Norms are 1, biases 0. Matrices have a standard deviation of fan_in ** -0.5, so
+        activations keep their scale. They repeat one random block from different places,
+        which fills memory as fast as it can be written.
+        """
+        store = cls(spec, family)
+        generator = torch.Generator().manual_seed(seed)
+        # Of a prime length: the rows of a matrix do not line up with it, so none are equal.
+        block = torch.randn(_BLOCK, generator=generator)
+        jobs = list(store.head_views().items())
+        for i, layer in enumerate(spec.layers):
+            jobs += store.dense_views(i).items()
+            for e in range(layer.n_experts):
+                jobs += store.expert_views(i, e).items()
+        shifts = torch.randint(_BLOCK, (len(jobs),), generator=generator).tolist()
+        scaled: dict[tuple[int, torch.dtype], Tensor] = {}
+        for _, t in jobs:
+            if t.dim() > 1 and (t.shape[-1], t.dtype) not in scaled:
+                fan_in = t.shape[-1]
+                scaled[fan_in, t.dtype] = (block * fan_in**-0.5).to(t.dtype)
+        with ThreadPoolExecutor(_threads()) as pool:
+            list(pool.map(lambda job, shift: _fill(*job, scaled, shift), jobs, shifts))
+        if pin:
+            store.pin()
+        return store
+
+    def pin(self) -> None:
+        """Register all buffers with the CUDA driver; a failure becomes a note, not an error."""
+        reason = self._pins.register(self._buffers())
+        if reason is not None:
+            self.notes.append(f"weights are not pinned, copies to the GPU will be slow: {reason}")
+
+    def close(self) -> None:
+        """Undo :meth:`pin`. Needed before the memory is freed; no copy may be under way."""
+        self._pins.unregister()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        kind = "pinned" if self.pinned else "pageable"
+        return f"<HostWeights {self.spec.name}: {format_bytes(self.nbytes)}, {kind}>"
+
+    def _buffers(self) -> list[Tensor]:
+        return [self.head, *self.dense, *(t for t in self.experts if t is not None)]
+
+    def _plan(self, checkpoint: Checkpoint) -> dict[str, list[tuple[Piece, Tensor]]]:
+        """Each checkpoint tensor that is needed, with the places that it fills."""
+        keys, family = checkpoint.files.keys(), self.family
+        todo: dict[str, list[tuple[Piece, Tensor]]] = defaultdict(list)
+
+        def add(pieces: list[Piece], views: dict[str, Tensor]) -> None:
+            for p in pieces:
+                if p.key not in keys:
+                    raise InvalidInput(
+                        f"{checkpoint.path} has no tensor {p.key}, which "
+                        f"{self.spec.model_type} needs with shape {list(p.shape)}"
+                    )
+                rows = p.shape[0] if p.index is None else p.shape[1]
+                todo[p.key].append((p, views[p.target][p.row : p.row + rows]))
+
+        add(family.head_sources(), self.head_views())
+        for i, layer in enumerate(self.spec.layers):
+            add(family.dense_sources(i, keys), self.dense_views(i))
+            for e in range(layer.n_experts):
+                add(family.expert_sources(i, e, keys), self.expert_views(i, e))
+        return dict(todo)
+
+
+_BLOCK = 4_194_301  # prime
+
+
+def _threads() -> int:
+    # The cores this process may use, where the system can tell.
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return min(_MAX_THREADS, cores)
+
+
+def _copy(f: Any, key: str, places: list[tuple[Piece, Tensor]]) -> int:
+    """Copy one tensor of an open file to its places; bytes written."""
+    source = f.get_slice(key)
+    got, wanted = list(source.get_shape()), list(places[0][0].shape)
+    if got != wanted:
+        raise InvalidInput(f"tensor {key} has shape {got}, wanted {wanted}")
+    if source.get_dtype() not in _FLOATS:
+        raise InvalidInput(
+            f"tensor {key} has dtype {source.get_dtype()}: quantised weights are not supported"
+        )
+    written = 0
+    for piece, target in places:
+        # A slice maps the file: only the pages that are copied are read.
+        part = source[:] if piece.index is None else source[piece.index : piece.index + 1][0]
+        target.copy_(part)
+        written += target.nbytes
+    return written
+
+
+def _fill(name: str, t: Tensor, scaled: dict[tuple[int, torch.dtype], Tensor], shift: int) -> None:
+    if t.dim() == 1:
+        t.fill_(0.0 if name.endswith("_bias") else 1.0)
+        return
+    flat, block, at = t.view(-1), scaled[t.shape[-1], t.dtype], 0
+    while at < len(flat):
+        n = min(len(flat) - at, len(block) - shift)
+        flat[at : at + n].copy_(block[shift : shift + n])
+        at, shift = at + n, 0

@@ -1,0 +1,162 @@
+"""Attention formulations against a naive one in float64."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+torch = pytest.importorskip("torch")
+
+from moegen.exec import attention  # noqa: E402
+
+
+def naive(q, k, v, scale):
+    """One query [heads, D] over k [n, heads, D], v [n, heads, D_v], in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    weights = (torch.einsum("hd,nhd->hn", q, k) * scale).softmax(-1)
+    return torch.einsum("hn,nhd->hd", weights, v)
+
+
+def views(lengths, width, *, capacity=None, dtype=torch.float32):
+    """Rows in one flat store, each owning a range of it; the unused part is NaN."""
+    capacity = capacity or max(lengths)
+    flat = torch.full((len(lengths) * capacity, width), torch.nan, dtype=dtype)
+    rows = [flat[r * capacity : r * capacity + n] for r, n in enumerate(lengths)]
+    for row in rows:
+        row.copy_(torch.randn(row.shape))
+    return rows
+
+
+def naive_gqa(q, rows, heads, kv_heads, dim, scale):
+    out = []
+    for q_row, kv in zip(q, rows, strict=True):
+        k, v = kv.view(-1, 2, kv_heads, dim).unbind(1)
+        k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+        out.append(naive(q_row.view(heads, dim), k, v, scale).flatten())
+    return torch.stack(out)
+
+
+def naive_latent(q, rows, heads, rank, scale):
+    out = []
+    for q_row, kv in zip(q, rows, strict=True):
+        k = kv[:, None].expand(-1, heads, -1)
+        out.append(naive(q_row.view(heads, -1), k, k[..., :rank], scale).flatten())
+    return torch.stack(out)
+
+
+MIXED = [1, 300, 2, 17, 17, 17, 64, 1, 33, 299, 300, 300, 5]
+EQUAL = [40] * 6
+
+
+@pytest.mark.parametrize("lengths", [MIXED, EQUAL, [1], [1, 1, 1]])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_decode_gqa(lengths, dim, group):
+    torch.manual_seed(0)
+    kv_heads, scale = 2, dim**-0.5
+    heads = group * kv_heads
+    rows = views(lengths, 2 * kv_heads * dim)
+    q = 3 * torch.randn(len(lengths), heads * dim)
+    got = attention.decode_gqa(q, rows, heads, kv_heads, dim, scale)
+    wanted = naive_gqa(q, rows, heads, kv_heads, dim, scale)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("lengths", [MIXED, EQUAL, [1]])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 32, 8), (16, 512, 64)])
+def test_decode_latent(lengths, heads, rank, rope):
+    torch.manual_seed(0)
+    scale = 1.3 * (rank + rope) ** -0.5
+    rows = views(lengths, rank + rope)
+    q = 3 * torch.randn(len(lengths), heads * (rank + rope))
+    got = attention.decode_latent(q, rows, heads, rank, scale)
+    wanted = naive_latent(q, rows, heads, rank, scale)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "latent"])
+def test_scores_of_half_precision_rows_stay_float32(kind):
+    # Large scores that differ by less than bfloat16 can tell apart decide the softmax.
+    torch.manual_seed(0)
+    rows = views([300, 7], 128, dtype=torch.bfloat16)
+    if kind == "gqa":
+        q, dim = 8 * torch.randn(2, 4 * 64).bfloat16(), 64
+        got = attention.decode_gqa(q, rows, 4, 1, dim, 1.0)
+        wanted = naive_gqa(q, rows, 4, 1, dim, 1.0)
+    else:
+        q = 8 * torch.randn(2, 4 * 128).bfloat16()
+        got = attention.decode_latent(q, rows, 4, 96, 1.0)
+        wanted = naive_latent(q, rows, 4, 96, 1.0)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1], [5], [33], [4, 4, 4, 1, 9, 9], [7, 3, 7], [2, 0, 5], [20, 20]]
+)
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(8, 2, 16, 16), (3, 3, 24, 16)])
+def test_prefill_is_causal_and_rows_do_not_meet(lengths, window, heads, kv_heads, dim, v_dim):
+    torch.manual_seed(0)
+    n, scale = sum(lengths), dim**-0.5
+    q, k = 2 * torch.randn(n, heads, dim), torch.randn(n, kv_heads, dim)
+    v = torch.randn(n, kv_heads, v_dim)
+    got = attention.prefill(q, k, v, lengths, scale, window)
+    assert got.shape == (n, heads, v_dim)
+    k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
+    start = 0
+    for length in lengths:
+        for t in range(start, start + length):
+            first = start if window is None else max(start, t + 1 - window)
+            wanted = naive(q[t], k[first : t + 1], v[first : t + 1], scale)
+            torch.testing.assert_close(got[t].double(), wanted, rtol=0, atol=5e-6)
+        start += length
+
+
+def test_evenly_spaced_rows_become_one_batch_and_others_do_not():
+    rows = views([5] * 4, 8, capacity=9)
+    assert [(r.start, r.stop) for r, _ in attention._batches(rows)] == [(0, 4)]
+    ((_, batch),) = attention._batches(rows)
+    assert torch.equal(batch, torch.stack(rows))
+    assert batch.data_ptr() == rows[0].data_ptr()
+    apart = [rows[0], rows[1], rows[3], *views([5, 5], 8), rows[1], rows[0]]
+    spans = []
+    for span, batch in attention._batches(apart):
+        assert torch.equal(batch, torch.stack(apart[span]))
+        spans.append((span.start, span.stop))
+    assert spans == [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7)]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("lengths", [MIXED, EQUAL, [1], []])
+def test_threads_change_no_bit(lengths, threads):
+    torch.manual_seed(0)
+    rows = views(lengths, 2 * 2 * 64) if lengths else []
+    q = torch.randn(len(lengths), 8 * 64)
+    decode = partial(attention.decode_gqa, n_heads=8, n_kv_heads=2, head_dim=64, scale=0.125)
+    with ThreadPoolExecutor(threads) as pool:
+        got = attention.decode_rows_threaded(decode, q, rows, pool, threads)
+    assert torch.equal(got, attention.decode_rows_threaded(decode, q, rows))
+
+
+def test_threads_share_the_tokens_evenly():
+    rng = random.Random(0)
+    for _ in range(200):
+        costs = [rng.randint(1, 300) for _ in range(rng.randint(2, 60))]
+        parts = rng.randint(2, 8)
+        bounds = attention._balanced(costs, parts)
+        assert bounds[0] == 0 and bounds[-1] == len(costs) and len(bounds) == parts + 1
+        assert bounds == sorted(bounds)
+        shares = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        assert max(shares) <= sum(costs) / parts + max(costs)
+
+
+def test_an_error_in_a_thread_reaches_the_caller():
+    def decode(q, rows):
+        raise ValueError("broken row")
+
+    with ThreadPoolExecutor(2) as pool, pytest.raises(ValueError, match="broken row"):
+        attention.decode_rows_threaded(decode, torch.randn(4, 8), views([3] * 4, 8), pool, 2)

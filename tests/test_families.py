@@ -1,0 +1,234 @@
+"""The families' mathematics, op by op in a plain loop, against transformers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
+
+from moegen.errors import InvalidInput  # noqa: E402
+from moegen.exec.families import family_for  # noqa: E402
+from moegen.exec.families.base import Family  # noqa: E402
+from moegen.exec.weights import HostWeights  # noqa: E402
+from moegen.graph.model import ModelSpec  # noqa: E402
+
+PROMPTS, STEPS = (1, 5, 33), 8
+
+YARN_MIXTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    "mixtral": (tiny_mixtral, {}),
+    "mixtral-mha": (tiny_mixtral, {"num_key_value_heads": 8, "num_experts_per_tok": 3}),
+    "mixtral-tied": (tiny_mixtral, {"tie_word_embeddings": True}),
+    "mixtral-window": (tiny_mixtral, {"sliding_window": 7}),
+    "mixtral-yarn": (tiny_mixtral, {"rope_parameters": YARN_MIXTRAL}),
+    "mixtral-eps": (tiny_mixtral, {"rms_norm_eps": 0.1}),
+    "deepseek": (tiny_deepseek_v2, {}),
+    "deepseek-q-lora": (tiny_deepseek_v2, {"q_lora_rank": 24}),
+    "deepseek-greedy": (tiny_deepseek_v2, {"topk_method": "greedy"}),
+    "deepseek-eps": (tiny_deepseek_v2, {"rms_norm_eps": 0.1, "q_lora_rank": 24}),
+    "deepseek-bias": (tiny_deepseek_v2, {"attention_bias": True, "q_lora_rank": 24}),
+    "deepseek-plain-rope": (
+        tiny_deepseek_v2,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "deepseek-tied": (tiny_deepseek_v2, {"tie_word_embeddings": True, "v_head_dim": 24}),
+}
+
+
+def moe(family: Family, store: HostWeights, layer: int, x, h):
+    """The MLP of a layer, as the graph's ops do it: tokens sorted by expert, then combined."""
+    w = store.dense_views(layer)
+    if family.spec.layers[layer].mlp == "dense":
+        return x + family.dense_mlp(w, h)
+    ids, weights = family.route(w, h)
+    assert ids.dtype == torch.int64 and weights.dtype == torch.float32
+    order = ids.flatten().argsort(stable=True)
+    y = torch.empty(len(order), h.shape[1], dtype=h.dtype)
+    for e in range(family.spec.layers[layer].n_experts):
+        mine = (ids.flatten()[order] == e).nonzero()[:, 0]
+        y[mine] = family.expert(store.expert_views(layer, e), h[order[mine] // ids.shape[1]])
+    shared = family.shared_expert(w, h) if "shared_down" in w else None
+    return family.combine(x, y, order.argsort().view_as(ids), weights, shared)
+
+
+def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, pool=None):
+    """One step over packed rows; ``kv[layer][row]`` is what each row has stored so far."""
+    x = family.embed(store.head_views(), torch.tensor(ids))
+    positions = torch.tensor(pos)
+    for i, layer in enumerate(family.spec.layers):
+        w = store.dense_views(i)
+        q, new = family.pre_attn(w, x, positions, phase)
+        assert q.shape[1] == layer.attention.q_width(phase)
+        assert new.shape[1] == layer.attention.kv_width
+        rows = new.split(lengths)
+        kv[i] = [torch.cat(pair) for pair in zip(kv[i], rows, strict=True)] if kv[i] else [*rows]
+        if phase == "prefill":
+            o = family.attn_prefill(w, q, new, lengths)
+        else:
+            o = family.attn_decode(q, kv[i], pool, 2)
+        assert o.shape[1] == layer.attention.out_width(phase)
+        x, h = family.post_attn(w, o, x, phase)
+        x = moe(family, store, i, x, h)
+    last = torch.tensor(lengths).cumsum(0) - 1
+    return family.logits(store.head_views(), x[last])
+
+
+def run(family, store, prompts, steps, follow=None, pool=None):
+    """Logits [steps + 1, R, vocab] of greedy decoding, or of the tokens in ``follow``."""
+    texts = [list(p) for p in prompts]
+    kv = [[] for _ in family.spec.layers]
+    lengths = [len(p) for p in texts]
+    ids, pos = sum(texts, []), [i for n in lengths for i in range(n)]
+    out = [step(family, store, ids, pos, kv, lengths, "prefill", pool)]
+    for t in range(steps):
+        new = out[-1].argmax(-1).tolist() if follow is None else [row[t] for row in follow]
+        for text, token in zip(texts, new, strict=True):
+            text.append(token)
+        pos = [len(text) - 1 for text in texts]
+        out.append(step(family, store, new, pos, kv, [1] * len(texts), "decode", pool))
+    return torch.stack(out), [text[n:] for text, n in zip(texts, lengths, strict=True)]
+
+
+def reference(model, prompts, follow):
+    """transformers' logits [steps + 1, R, vocab] for prompts followed by given tokens."""
+    rows = []
+    for p, f in zip(prompts, follow, strict=True):
+        logits = model(torch.tensor([list(p) + list(f)])).logits[0]
+        rows.append(logits[len(p) - 1 :])
+    return torch.stack(rows, dim=1)
+
+
+def make_prompts(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (n,), generator=g).tolist() for n in PROMPTS]
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_logits_equal_transformers(name, tmp_path):
+    make, over = CASES[name]
+    path, model = make(tmp_path, seed=1, **over)
+    spec = ModelSpec.from_pretrained(path)
+    family = family_for(spec)
+    with ThreadPoolExecutor(2) as pool:
+        store = HostWeights.load(path, spec, family)
+        prompts = make_prompts()
+        got, tokens = run(family, store, prompts, STEPS, pool=pool)
+    wanted = reference(model, prompts, tokens)
+    assert wanted.abs().max() > 1  # logits with something to get wrong
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("make", [tiny_mixtral, tiny_deepseek_v2])
+@torch.no_grad()
+def test_bfloat16_is_no_worse_than_transformers_own(make, tmp_path):
+    path, model = make(tmp_path, seed=2, num_experts_per_tok=8, topk_group=4, n_group=4)
+    spec = ModelSpec.from_pretrained(path)
+    prompts = make_prompts()
+    family = family_for(spec)
+    exact, tokens = run(family, HostWeights.load(path, spec, family), prompts, STEPS)
+    half = family_for(spec, torch.bfloat16)
+    store = HostWeights.load(path, spec, half)
+    got, _ = run(half, store, prompts, STEPS, follow=tokens)
+    assert got.dtype == torch.bfloat16
+    # from_pretrained, not .bfloat16(): it keeps in float32 what must stay so.
+    theirs = reference(type(model).from_pretrained(path, dtype=torch.bfloat16), prompts, tokens)
+    ours, own = ((t.float() - exact).pow(2).mean().sqrt().item() for t in (got, theirs))
+    assert ours <= 1.5 * own
+
+
+def test_router_of_deepseek_stays_float32(tmp_path):
+    path, _ = tiny_deepseek_v2(tmp_path)
+    spec = ModelSpec.from_pretrained(path)
+    views = HostWeights.load(path, spec, family_for(spec, torch.bfloat16)).dense_views(1)
+    assert views["router"].dtype == torch.float32
+    assert {t.dtype for name, t in views.items() if name != "router"} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("make", [tiny_mixtral, tiny_deepseek_v2])
+@torch.no_grad()
+def test_every_op_takes_no_tokens(make, tmp_path):
+    path, _ = make(tmp_path)
+    spec = ModelSpec.from_pretrained(path)
+    family = family_for(spec)
+    store = HostWeights.load(path, spec, family)
+    none = torch.empty(0, spec.hidden)
+    pos = torch.empty(0, dtype=torch.int64)
+    for i, layer in enumerate(spec.layers):
+        w, a = store.dense_views(i), layer.attention
+        for phase in ("prefill", "decode"):
+            q, kv = family.pre_attn(w, none, pos, phase)
+            o = (
+                family.attn_prefill(w, q, kv, [])
+                if phase == "prefill"
+                else family.attn_decode(q, [])
+            )
+            assert o.shape == (0, a.out_width(phase))
+            x, h = family.post_attn(w, o, none, phase)
+        assert moe(family, store, i, x, h).shape == (0, spec.hidden)
+    assert family.logits(store.head_views(), none).shape == (0, spec.vocab)
+
+
+def test_combine_is_one_rounded_sum_in_the_order_of_k():
+    torch.manual_seed(0)
+    tokens, k, hidden = 7, 3, 16
+    x, shared = torch.randn(2, tokens, hidden).bfloat16()
+    y = torch.randn(tokens * k, hidden).bfloat16()
+    inverse = torch.randperm(tokens * k).view(tokens, k)
+    weights = torch.rand(tokens, k)
+    got = Family.combine(x, y, inverse, weights, shared)
+    exact = x.double() + shared.double()
+    exact += (weights.double()[..., None] * y[inverse].double()).sum(1)
+    torch.testing.assert_close(got, exact.bfloat16(), rtol=2**-8, atol=0)
+    # The order in which experts stored their outputs changes no bit.
+    shuffle = torch.randperm(tokens * k)
+    again = Family.combine(x, y[shuffle], shuffle.argsort()[inverse], weights, shared)
+    assert torch.equal(got, again)
+
+
+@pytest.mark.parametrize(
+    ("name", "over", "says"),
+    [
+        ("qwen3-30b-a3b", {}, "mixtral, deepseek_v2"),
+        ("mixtral-8x7b", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("mixtral-8x7b", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear'"),
+        ("mixtral-8x7b", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek-v2", {"mlp_bias": True}, "mlp_bias"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("deepseek-v2", {"n_group": 7}, "n_group"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(name, over, says):
+    spec = ModelSpec.from_pretrained(name)
+    spec = ModelSpec.from_config(spec.hf | over, name=name)
+    with pytest.raises(InvalidInput, match=says):
+        family_for(spec)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral-8x7b", "mixtral-8x22b", "deepseek-v2", "deepseek-v2-lite"]
+)
+def test_layouts_have_every_parameter_of_the_spec(name):
+    spec = ModelSpec.from_pretrained(name)
+    family = family_for(spec)
+
+    def count(shapes):
+        return sum(torch.Size(s).numel() for s in shapes.values())
+
+    total = count(family.head_layout())
+    for i, layer in enumerate(spec.layers):
+        total += count(family.dense_layout(i)) + layer.n_experts * count(family.expert_layout(i))
+    assert total == spec.n_params
