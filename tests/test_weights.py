@@ -14,8 +14,9 @@ from tiny import edit_config, rewrite, tensors_of, tiny_deepseek_v2, tiny_mixtra
 
 from moegen.errors import InvalidInput  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
+from moegen.exec.layout import Layout  # noqa: E402
 from moegen.exec.pinning import host_buffer  # noqa: E402
-from moegen.exec.weights import HostWeights, Layout  # noqa: E402
+from moegen.exec.weights import HostWeights  # noqa: E402
 from moegen.graph.model import ModelSpec  # noqa: E402
 
 MAKERS = [tiny_mixtral, tiny_deepseek_v2]

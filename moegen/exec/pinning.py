@@ -11,6 +11,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ class Pins:
         for t in buffers:
             if not t.nbytes:
                 continue
-            status = int(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
+            status = int(_cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0))
             if status != 0:
                 _clear_error()
                 self.unregister()
@@ -97,9 +98,13 @@ class Pins:
         self.complete = False
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
 def _give_back(held: list[Tensor]) -> None:
     for t in held:
-        torch.cuda.cudart().cudaHostUnregister(t.data_ptr())
+        _cudart().cudaHostUnregister(t.data_ptr())
     held.clear()
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,59 +18,15 @@ from torch import Tensor
 from moegen.errors import InvalidInput
 from moegen.exec.checkpoint import Checkpoint, opened
 from moegen.exec.families.base import Family, Piece
+from moegen.exec.layout import Layout
 from moegen.exec.pinning import Pins, host_buffer
 from moegen.graph.model import ModelSpec
 from moegen.units import format_bytes
 
 Progress = Callable[[int, int], None]
 
-ALIGN = 64  # bytes: a cache line, and more than any dtype or vector load asks for
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _MAX_THREADS = 16
-
-
-class Entry(NamedTuple):
-    """A tensor inside a flat buffer."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Names to places in a flat byte buffer, each aligned to 64 bytes.
-
-    Parameters
-    ----------
-    entries : mapping of str to Entry
-    nbytes : int
-        Size of the buffer, a multiple of 64.
-    """
-
-    entries: Mapping[str, Entry]
-    nbytes: int
-
-    @classmethod
-    def of(
-        cls, shapes: Mapping[str, tuple[int, ...]], dtype_of: Callable[[str], torch.dtype]
-    ) -> Layout:
-        """The tensors of ``shapes`` one behind the other, in that order."""
-        entries, offset = {}, 0
-        for name, shape in shapes.items():
-            dtype = dtype_of(name)
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            entries[name] = Entry(offset, tuple(shape), dtype, nbytes)
-            offset += -(-nbytes // ALIGN) * ALIGN
-        return cls(MappingProxyType(entries), offset)
-
-    def view(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors of a uint8 buffer of ``nbytes`` bytes or more, without copying."""
-        return {
-            name: flat[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape)
-            for name, e in self.entries.items()
-        }
 
 
 class HostWeights:
@@ -229,7 +183,8 @@ class HostWeights:
                 fan_in = t.shape[-1]
                 scaled[fan_in, t.dtype] = (block * fan_in**-0.5).to(t.dtype)
         with ThreadPoolExecutor(_threads()) as pool:
-            list(pool.map(lambda job, shift: _fill(*job, scaled, shift), jobs, shifts))
+            names, tensors = zip(*jobs, strict=True)
+            list(pool.map(lambda *job: _fill(*job, scaled), names, tensors, shifts))
         if pin:
             store.pin()
         return store
