@@ -1,0 +1,367 @@
+"""Files of requests: JSON lines in, JSON lines out.
+
+Input, one request a line::
+
+    {"id": "a", "prompt": "The capital of France is"}
+    {"id": "b", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+
+``id`` is a string or a whole number, used once. ``max_tokens`` is optional, other keys are
+ignored, and so are blank lines. A malformed file is refused whole, before anything is loaded.
+
+Output, one line a request, in the order of the input::
+
+    {"id": "a", "text": " Paris.", "prompt_tokens": 5, "completion_tokens": 3,
+     "finish_reason": "stop"}
+    {"id": "b", "error": "..."}
+
+A request that is well formed but cannot be served (an empty prompt, or one that does not fit the
+context) becomes an error line, and the others run. ``finish_reason`` is ``"stop"`` at the end of
+the text and ``"length"`` at ``max_tokens``.
+
+While a job runs, its lines are in ``OUTPUT.partial``, in the order in which they finished, below a
+first line that identifies the job. When all are there they are put in order and renamed to
+``OUTPUT``: a file of that name is always complete. A job that was cut short leaves its ``.partial``
+to be read; started again it begins anew. An ``OUTPUT``, or a ``.partial`` of another job, that
+exists already is never overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from moegen.errors import InvalidInput, MachineError
+
+if TYPE_CHECKING:
+    from moegen.exec.engine import Completion, Engine
+    from moegen.exec.generate import StepReport
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One line of a file of requests; exactly one of ``prompt`` and ``messages`` is set."""
+
+    id: str | int
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a job did. ``time_s`` spans generation, without loading the model."""
+
+    rows: int
+    served: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    time_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Completion tokens over time, prefill included."""
+        return self.completion_tokens / self.time_s if self.time_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s}
+
+
+class Unservable(Exception):
+    """A well-formed request that the model cannot answer; its message becomes the error line."""
+
+
+def read_requests(path: str | Path) -> list[Request]:
+    """The requests of a JSON-lines file.
+
+    Raises
+    ------
+    InvalidInput
+        If the file cannot be read, holds no request, or any line is malformed. The message names
+        the file and the line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InvalidInput(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise InvalidInput(f"{path}:{line}: not UTF-8 text ({error.reason})") from error
+    requests: list[Request] = []
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            request = _parse(line)
+            first = line_of.setdefault(str(request.id), number)
+            if first != number:
+                raise InvalidInput(f"id {request.id!r} was used on line {first} already")
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}:{number}: {error}") from error
+        requests.append(request)
+    if not requests:
+        raise InvalidInput(f"{path} holds no request: write one JSON object a line")
+    return requests
+
+
+def _parse(line: str) -> Request:
+    try:
+        row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # "\\ud800" is JSON, but no text
+        raise InvalidInput(f"half of a surrogate pair is no text ({error.reason})") from error
+    except ValueError as error:
+        raise InvalidInput(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise InvalidInput(f"a request is a JSON object, not {_kind(row)}")
+    if "id" not in row:
+        raise InvalidInput('the key "id" is missing')
+    if isinstance(row["id"], bool) or not isinstance(row["id"], (str, int)):
+        raise InvalidInput(f'"id" must be a string or a whole number, not {_kind(row["id"])}')
+    if ("prompt" in row) == ("messages" in row):
+        found = "both are there" if "prompt" in row else "both are missing"
+        raise InvalidInput(f'a request has either "prompt" or "messages", but {found}')
+    if "prompt" in row and not isinstance(row["prompt"], str):
+        raise InvalidInput(f'"prompt" must be a string, not {_kind(row["prompt"])}')
+    messages = row.get("messages")
+    if "messages" in row:
+        _check_messages(messages)
+    limit = row.get("max_tokens")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise InvalidInput(f'"max_tokens" must be a whole number of at least 1, got {limit!r}')
+    return Request(
+        row["id"], row.get("prompt"), None if messages is None else tuple(messages), limit
+    )
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list):
+        raise InvalidInput(f'"messages" must be a list, not {_kind(messages)}')
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidInput(f"message {i} must be a JSON object, not {_kind(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InvalidInput(f'message {i} needs a string "{key}"')
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    return names.get(type(value), "null" if value is None else "a number")
+
+
+def encode(tokenizer: Any, request: Request) -> list[int]:
+    """The token ids of a request's prompt.
+
+    A chat template writes the tokens that begin a text itself, so none are added to it.
+
+    Raises
+    ------
+    Unservable
+        If there is nothing to say, or the messages do not fit the chat template.
+    """
+    if request.messages is None:
+        ids = list(tokenizer(request.prompt).input_ids)
+        if not request.prompt or not ids:
+            raise Unservable("the prompt is empty")
+        return ids
+    if not request.messages:
+        raise Unservable("the list of messages is empty")
+    if not tokenizer.chat_template:
+        raise Unservable('the model has no chat template: send a "prompt" instead of "messages"')
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return list(
+            tokenizer.apply_chat_template(
+                list(request.messages), add_generation_prompt=True, return_dict=False
+            )
+        )
+    except TemplateError as error:
+        raise Unservable(f"the chat template refuses these messages: {error}") from error
+
+
+class Output:
+    """The file that a job writes: ``path.partial`` while it runs, ``path`` when it is complete.
+
+    Parameters
+    ----------
+    path : path
+    requests : sequence of Request
+    **settings
+        What else decides the answers (the model, the number format). A ``.partial`` whose
+        requests or settings differ is another job's.
+
+    Raises
+    ------
+    InvalidInput
+        If ``path``, or another job's ``.partial``, exists, or there is no folder to write in.
+    """
+
+    def __init__(self, path: str | Path, requests: Sequence[Request], **settings: Any) -> None:
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        what = json.dumps([[asdict(r) for r in requests], settings], sort_keys=True)
+        self._header = {"job": hashlib.sha256(what.encode()).hexdigest()}
+        self._order = [request.id for request in requests]
+        self._rows: dict[str | int, Row] = {}
+        self._file: IO[str] | None = None
+        if self.path.exists():
+            raise InvalidInput(
+                f"{self.path} exists already: choose another --output, or remove it first"
+            )
+        if not self.path.parent.is_dir():
+            raise InvalidInput(f"{self.path.parent} is no folder: make it first")
+        if self.partial.exists() and not self._is_ours():
+            raise InvalidInput(
+                f"{self.partial} belongs to another job, with other requests or settings: "
+                "choose another --output, or remove it first"
+            )
+
+    def _is_ours(self) -> bool:
+        try:
+            with self.partial.open(encoding="utf-8") as file:
+                return json.loads(file.readline()) == self._header
+        except (OSError, ValueError):
+            return False
+
+    def start(self) -> None:
+        """Begin the partial file."""
+        with self._writing():
+            self._file = self.partial.open("w", encoding="utf-8")
+        self._write(self._header)
+
+    def add(self, row: Row) -> None:
+        """Write one finished row through to the file."""
+        self._rows[row["id"]] = row
+        self._write(row)
+
+    def finish(self) -> None:
+        """Put the rows in the order of the requests, under the final name."""
+        assert self._file is not None
+        ordered = self.path.with_name(self.path.name + ".ordered")
+        with self._writing():
+            self._file.close()
+            with ordered.open("w", encoding="utf-8") as file:
+                file.writelines(_line(self._rows[id]) for id in self._order)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(ordered, self.path)
+            self.partial.unlink()
+
+    def _write(self, row: Row) -> None:
+        assert self._file is not None
+        with self._writing():
+            self._file.write(_line(row))
+            self._file.flush()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MachineError(
+                f"cannot write {self.path}: {error.strerror or error}. "
+                f"Rows finished so far are in {self.partial}"
+            ) from error
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def run_job(
+    engine: Engine,
+    requests: Sequence[Request],
+    output: Output,
+    *,
+    max_tokens: int = 256,
+    on_row: Callable[[Row], None] | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> Summary:
+    """Answer every request and write the answers to ``output``.
+
+    Parameters
+    ----------
+    max_tokens : int
+        For requests that name no ``max_tokens`` of their own.
+    on_row : callable, optional
+        Called with every row that was written, answer or error.
+    on_step : callable, optional
+        Called after every step of the model.
+
+    Raises
+    ------
+    InvalidInput
+        If the checkpoint has no tokenizer.
+    Infeasible
+        If the plan does not fit the machine.
+    MachineError
+        If the output cannot be written.
+    """
+    if engine.tokenizer is None:
+        raise InvalidInput("the checkpoint has no tokenizer, so it cannot answer text")
+    output.start()
+    n_errors = prompt_tokens = completion_tokens = 0
+
+    def add(row: Row) -> None:
+        nonlocal n_errors, prompt_tokens, completion_tokens
+        output.add(row)
+        n_errors += "error" in row
+        prompt_tokens += row.get("prompt_tokens", 0)
+        completion_tokens += row.get("completion_tokens", 0)
+        if on_row is not None:
+            on_row(row)
+
+    served: list[Request] = []
+    prompts: list[str | list[int]] = []
+    limits: list[int] = []
+    for request in requests:
+        limit = request.max_tokens or max_tokens
+        try:
+            ids = encode(engine.tokenizer, request)
+            _require_room(len(ids), limit, engine.model.max_context)
+        except Unservable as error:
+            add({"id": request.id, "error": str(error)})
+            continue
+        served.append(request)
+        prompts.append(ids)
+        limits.append(limit)
+
+    def on_finish(index: int, completion: Completion) -> None:
+        add(
+            {
+                "id": served[index].id,
+                "text": completion.text,
+                "prompt_tokens": completion.prompt_tokens,
+                "completion_tokens": completion.completion_tokens,
+                "finish_reason": completion.finish_reason,
+            }
+        )
+
+    start_s = time.perf_counter()
+    if served:
+        engine.generate(prompts, max_new_tokens=limits, on_finish=on_finish, on_step=on_step)
+    time_s = time.perf_counter() - start_s
+    output.finish()
+    return Summary(len(requests), len(served), n_errors, prompt_tokens, completion_tokens, time_s)
+
+
+def _require_room(prompt_tokens: int, limit: int, context: int) -> None:
+    if prompt_tokens + limit > context:
+        raise Unservable(
+            f"{prompt_tokens} prompt tokens and up to {limit} new ones are "
+            f"{prompt_tokens + limit - context} more than the model's context of {context}"
+        )

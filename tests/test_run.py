@@ -1,0 +1,383 @@
+"""``moegen run``: files of requests in and out, refusals and exit codes, on a fake engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import moegen as mg
+from moegen import jobs
+from moegen.cli import main
+from moegen.errors import InvalidInput, MachineError
+
+CONTEXT = 1000
+
+
+class FakeTokenizer:
+    """A character is a token; 1 begins a text."""
+
+    chat_template = "yes"
+
+    def __call__(self, text):
+        return SimpleNamespace(input_ids=[ord(c) for c in text])
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, return_dict):
+        from jinja2.exceptions import TemplateError
+
+        assert add_generation_prompt and not return_dict
+        if messages[0]["role"] == "robot":
+            raise TemplateError("no robots")
+        return [1, *map(ord, "".join(m["role"] + m["content"] for m in messages))]
+
+
+class FakeEngine:
+    """Answers with the prompt upside down; the last row ends first."""
+
+    calls: list[dict] = []
+    tokenizer: FakeTokenizer | None = FakeTokenizer()
+    model = SimpleNamespace(max_context=CONTEXT)
+    fail: BaseException | None = None
+    after_rows = 0
+
+    @classmethod
+    def from_pretrained(cls, path, **kwargs):
+        cls.calls.append({"path": path, **kwargs})
+        return cls()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.calls.append({"closed": True})
+
+    timelines: list = []
+
+    def generate(self, prompts, max_new_tokens, on_finish, on_step):
+        self.calls.append({"prompts": prompts, "max_new_tokens": max_new_tokens})
+        for i in reversed(range(len(prompts))):
+            if self.fail is not None and len(prompts) - 1 - i == self.after_rows:
+                raise self.fail
+            text = "".join(chr(t) for t in reversed(prompts[i]))[: max_new_tokens[i]]
+            on_finish(
+                i,
+                SimpleNamespace(
+                    text=text,
+                    prompt_tokens=len(prompts[i]),
+                    completion_tokens=len(text),
+                    finish_reason="length",
+                ),
+            )
+            on_step(SimpleNamespace(phase="decode", rows=i + 1, tokens_done=1, elapsed_s=1.0))
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    monkeypatch.setitem(mg.__dict__, "Engine", FakeEngine)
+    monkeypatch.setattr(FakeEngine, "calls", [])
+    return FakeEngine
+
+
+@pytest.fixture
+def job(tmp_path, engine, capsys):
+    """Runs ``moegen run`` on the given lines; gives the exit code and what it said."""
+    (tmp_path / "model").mkdir()
+
+    def run(lines, *flags, output="out.jsonl"):
+        source = tmp_path / "in.jsonl"
+        if isinstance(lines, bytes):
+            source.write_bytes(lines)
+        else:
+            source.write_text("".join(f"{x}\n" for x in lines))
+        argv = ["run", "--model", str(tmp_path / "model"), "--input", str(source)]
+        with pytest.raises(SystemExit) as exit_:
+            main([*argv, "--output", str(tmp_path / output), *flags])
+        said = capsys.readouterr()
+        return SimpleNamespace(code=exit_.value.code, out=said.out, err=said.err)
+
+    run.output = tmp_path / "out.jsonl"
+    run.partial = tmp_path / "out.jsonl.partial"
+    return run
+
+
+def _rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _line(id, prompt="abc", **more):
+    return json.dumps({"id": id, "prompt": prompt, **more})
+
+
+def test_rows_come_out_in_the_order_of_the_input(job, engine):
+    done = job([_line("a"), "", _line(7, "xyz", max_tokens=2, note="ignored"), _line("ü", "né")])
+    assert done.code == 0, done.err
+    assert _rows(job.output) == [
+        {
+            "id": "a",
+            "text": "cba",
+            "prompt_tokens": 3,
+            "completion_tokens": 3,
+            "finish_reason": "length",
+        },
+        {
+            "id": 7,
+            "text": "zy",
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "finish_reason": "length",
+        },
+        {
+            "id": "ü",
+            "text": "én",
+            "prompt_tokens": 2,
+            "completion_tokens": 2,
+            "finish_reason": "length",
+        },
+    ]
+    assert done.out == "" and "3 of 3 rows answered" in done.err
+    assert sorted(p.name for p in job.output.parent.iterdir()) == ["in.jsonl", "model", "out.jsonl"]
+    assert engine.calls[-1] == {"closed": True}
+
+
+def test_json_summary_goes_to_stdout(job):
+    done = job([_line(1), _line(2, "")], "--json", "--max-tokens", "2")
+    summary = json.loads(done.out)
+    assert {k: summary[k] for k in ("rows", "served", "errors")} == {
+        "rows": 2,
+        "served": 1,
+        "errors": 1,
+    }
+    assert (summary["prompt_tokens"], summary["completion_tokens"]) == (3, 2)
+    assert summary["tokens_per_s"] == pytest.approx(2 / summary["time_s"])
+    assert summary["output"] == str(job.output)
+
+
+def test_messages_go_through_the_chat_template_and_get_one_bos(job, engine):
+    messages = [{"role": "user", "content": "hi"}]
+    assert job([json.dumps({"id": 1, "messages": messages})]).code == 0
+    assert engine.calls[1]["prompts"] == [[1, *map(ord, "userhi")]]
+
+
+def test_rows_that_cannot_be_served_become_errors_and_the_others_run(job, engine):
+    lines = [
+        _line("empty", ""),
+        _line("long", "x" * CONTEXT, max_tokens=1),
+        _line("fits", "x" * (CONTEXT - 1), max_tokens=1),
+        _line("grows", "x" * 500, max_tokens=501),
+        json.dumps({"id": "none", "messages": []}),
+        json.dumps({"id": "robot", "messages": [{"role": "robot", "content": "beep"}]}),
+    ]
+    assert job(lines).code == 0
+    rows = {row["id"]: row for row in _rows(job.output)}
+    assert list(rows) == ["empty", "long", "fits", "grows", "none", "robot"]
+    assert rows["fits"]["text"] == "x" and len(engine.calls[1]["prompts"]) == 1
+    assert rows["empty"] == {"id": "empty", "error": "the prompt is empty"}
+    assert "1 more than the model's context of 1000" in rows["long"]["error"]
+    assert "1 more than the model's context of 1000" in rows["grows"]["error"]
+    assert "no robots" in rows["robot"]["error"] and "empty" in rows["none"]["error"]
+
+
+def test_a_file_without_one_servable_row_is_still_answered(job, engine):
+    assert job([_line(1, "")]).code == 0
+    assert _rows(job.output) == [{"id": 1, "error": "the prompt is empty"}]
+
+
+def test_messages_without_a_chat_template_are_an_error_of_the_row(job, monkeypatch):
+    monkeypatch.setattr(FakeTokenizer, "chat_template", None)
+    job([json.dumps({"id": 1, "messages": [{"role": "user", "content": "hi"}]}), _line(2)])
+    error, answer = _rows(job.output)
+    assert "no chat template" in error["error"] and answer["text"] == "cba"
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "reason"),
+    [
+        ([_line(1), "{'id': 2}"], 2, "not JSON"),
+        ([_line(1), "", _line(1)], 3, "id 1 was used on line 1 already"),
+        ([_line("1"), _line(1)], 2, "used on line 1"),
+        ([_line(1), '{"prompt": "x"}'], 2, '"id" is missing'),
+        (['{"id": 1}'], 1, "both are missing"),
+        (['{"id": 1, "prompt": "x", "messages": []}'], 1, "both are there"),
+        (["[1]"], 1, "not a list"),
+        ([_line(None)], 1, "not null"),
+        ([_line(True)], 1, "not true or false"),
+        ([_line(1.5)], 1, "not a number"),
+        ([_line(1, 5)], 1, '"prompt" must be a string'),
+        ([_line(1, max_tokens=0)], 1, "at least 1, got 0"),
+        ([_line(1, max_tokens="9")], 1, '"max_tokens"'),
+        ([_line(1, max_tokens=True)], 1, '"max_tokens"'),
+        (['{"id": 1, "messages": "hi"}'], 1, "must be a list, not a string"),
+        (['{"id": 1, "messages": ["hi"]}'], 1, "message 0 must be a JSON object"),
+        (['{"id": 1, "messages": [{"role": "user"}]}'], 1, 'string "content"'),
+        (['{"id": 1, "prompt": "\\ud800"}'], 1, "surrogate"),
+        (b'{"id": 1, "prompt": "x"}\n{"id": 2, "prompt": "\xff"}\n', 2, "not UTF-8"),
+    ],
+)
+def test_a_malformed_file_is_refused_whole_before_anything_loads(job, engine, lines, line, reason):
+    done = job(lines)
+    assert done.code == 2
+    assert f"in.jsonl:{line}: " in done.err and reason in done.err
+    assert "Traceback" not in done.err
+    assert engine.calls == [] and not job.output.exists() and not job.partial.exists()
+
+
+@pytest.mark.parametrize("lines", [[], ["", "  "]])
+def test_a_file_without_requests_is_refused(job, engine, lines):
+    done = job(lines)
+    assert done.code == 2 and "holds no request" in done.err and engine.calls == []
+
+
+def test_an_input_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="cannot read .*nothing.jsonl: No such file"):
+        jobs.read_requests(tmp_path / "nothing.jsonl")
+
+
+def test_existing_output_is_never_overwritten(job, engine):
+    job.output.write_text("precious")
+    done = job([_line(1)])
+    assert done.code == 2 and "exists already" in done.err and engine.calls == []
+    assert job.output.read_text() == "precious"
+
+
+def test_output_needs_its_folder(job, engine):
+    done = job([_line(1)], output="no/such/out.jsonl")
+    assert done.code == 2 and "is no folder" in done.err and engine.calls == []
+
+
+def test_ctrl_c_keeps_finished_rows_and_the_same_job_can_start_again(job, engine, monkeypatch):
+    monkeypatch.setattr(engine, "fail", KeyboardInterrupt())
+    monkeypatch.setattr(engine, "after_rows", 1)
+    lines = [_line(1), _line(2, "two")]
+    done = job(lines)
+    assert done.code == 130 and "out.jsonl.partial" in done.err and "Traceback" not in done.err
+    assert engine.calls[-1] == {"closed": True}
+    assert not job.output.exists()
+    header, row = _rows(job.partial)
+    assert list(header) == ["job"] and row["id"] == 2 and row["text"] == "owt"
+
+    monkeypatch.setattr(engine, "fail", None)
+    other = job([_line(1), _line(2, "other")])
+    assert other.code == 2 and "belongs to another job" in other.err
+    assert job(lines, "--max-tokens", "3").code == 2
+    assert _rows(job.partial) == [header, row]
+    assert job(lines).code == 0
+    assert [r["id"] for r in _rows(job.output)] == [1, 2] and not job.partial.exists()
+
+
+def test_a_full_disk_is_a_fault_of_the_machine(job, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(jobs.os, "fsync", full)
+    done = job([_line(1)])
+    assert done.code == 1 and "No space left on device" in done.err
+    assert "out.jsonl.partial" in done.err and "Traceback" not in done.err
+    assert not job.output.exists() and len(_rows(job.partial)) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(MachineError("the device fell off"), 1), (mg.Infeasible("4 GiB too much"), 3)],
+)
+def test_errors_of_moegen_are_one_message_and_an_exit_code(job, engine, monkeypatch, error, code):
+    monkeypatch.setattr(engine, "fail", error)
+    done = job([_line(1)])
+    assert done.code == code
+    assert done.err.splitlines()[-1] == f"moegen: {error}" and "Traceback" not in done.err
+
+
+def test_a_bug_keeps_its_traceback(tmp_path, engine, monkeypatch):
+    monkeypatch.setattr(engine, "fail", ZeroDivisionError("a bug"))
+    (tmp_path / "in.jsonl").write_text(_line(1))
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    with pytest.raises(ZeroDivisionError):
+        main(["run", "--model", str(tmp_path), *files])
+
+
+def test_a_checkpoint_without_tokenizer_is_refused(job, engine, monkeypatch):
+    monkeypatch.setattr(engine, "tokenizer", None)
+    done = job([_line(1)])
+    assert done.code == 2 and "no tokenizer" in done.err and not job.partial.exists()
+
+
+def test_flags_reach_the_engine(job, engine):
+    flags = "--device cpu --dtype float32 --gpu-memory 2GiB --host-memory 1e9".split()
+    assert job([_line(1)], *flags).code == 0
+    call = engine.calls[0]
+    assert (call["plan"], call["device"], call["dtype"]) == ("auto", "cpu", "float32")
+    assert (call["gpu_memory_bytes"], call["host_memory_bytes"]) == (2 * 2**30, 10**9)
+
+
+def test_strategy_flags_make_a_strategy(job, engine):
+    flags = (
+        "--B 12 --b-a 3 --b-e 64 --s-expert 8MiB --s-params 1GB --omega 0.5 --kv-slots 3 "
+        "--dense-slots 4 --expert-group 2 --fetch routed"
+    )
+    assert job([_line(1)], *flags.split()).code == 0
+    assert engine.calls[0]["plan"] == mg.Strategy(
+        B=12,
+        b_a=3,
+        b_e=64,
+        s_expert=8 * 2**20,
+        s_params=10**9,
+        omega=0.5,
+        kv_slots=3,
+        dense_slots=4,
+        expert_group=2,
+        fetch="routed",
+    )
+
+
+def test_one_strategy_flag_is_enough(job, engine):
+    assert job([_line(1), _line(2)], "--omega", "1").code == 0
+    assert engine.calls[0]["plan"] == mg.Strategy(B=2, b_a=2, b_e=8192, omega=1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--s-expert 3furlongs", "--s-expert: '3furlongs' is not a size"),
+        ("--gpu-memory -1", "--gpu-memory: '-1' is not a size"),
+        ("--omega 1.5", "--omega"),
+        ("--B 0", "--B"),
+        ("--device tpu", "--device"),
+        ("--timeline /no/such/folder/t.json", "--timeline"),
+        ("--model /no/such/model", "no folder with a checkpoint"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_loads(job, engine, flags, reason):
+    done = job([_line(1)], *flags.split())
+    assert done.code == 2 and reason in done.err and engine.calls == []
+
+
+def test_version(monkeypatch, capsys):
+    monkeypatch.setitem(mg.__dict__, "__version__", "1.2.3")
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0 and capsys.readouterr().out == "moegen 1.2.3\n"
+
+
+def _main(capsys, line: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main(line.split())
+    said = capsys.readouterr()
+    return int(exit_.value.code or 0), said.out, said.err
+
+
+def test_inspect_memory_and_simulate_call_the_python_api(tmp_path, capsys):
+    code, out, _ = _main(capsys, "inspect mixtral-8x7b --json")
+    assert code == 0 and json.loads(out)["kv_bytes_per_token"] == 131072
+
+    code, out, _ = _main(capsys, "memory mixtral-8x7b --hw c2 --B 3640 --b-a 64 --json")
+    assert code == 0 and json.loads(out)["fits"]
+    code, out, err = _main(capsys, "memory mixtral-8x7b --hw c2 --B 9000 --b-a 64 --json")
+    assert code == 3 and not json.loads(out)["fits"] and "host memory" in err
+
+    point = "mixtral-8x7b --hw c2 --B 512 --b-a 64 --omega 0.5"
+    trace = tmp_path / "trace.json"
+    code, out, _ = _main(capsys, f"simulate {point} --steps 2 --trace {trace} --json")
+    result = json.loads(out)
+    assert code == 0 and result["period_s"] >= result["bound_s"] > 0
+    assert json.loads(trace.read_text())["traceEvents"]
