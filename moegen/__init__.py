@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
 
     from moegen import plot
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
-    from moegen.exec.generate import Engine
+    from moegen.exec.engine import Engine
     from moegen.graph.build import build
     from moegen.graph.hardware import HardwareSpec
     from moegen.graph.memory import Ledger, memory
@@ -70,7 +70,7 @@ _HOME = {
     "CostModel": "moegen.sim.cost",
     "DeadlockError": "moegen.errors",
     "EdgeKind": "moegen.graph.task",
-    "Engine": "moegen.exec.generate",
+    "Engine": "moegen.exec.engine",
     "HardwareSpec": "moegen.graph.hardware",
     "Infeasible": "moegen.errors",
     "InvalidInput": "moegen.errors",

@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -139,7 +140,8 @@ class CudaEvent:
 
     def __init__(self, clock: Clock, stream: torch.cuda.Stream) -> None:
         self._clock = clock
-        self.event = torch.cuda.Event(enable_timing=True)
+        # Blocking: a spinning host thread would take a core from the CPU's attention.
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
 
     def synchronize(self) -> None:
@@ -153,10 +155,9 @@ class CudaEvent:
 class CudaStream:
     """A CUDA stream; an event of a CPU lane blocks its issuing thread instead."""
 
-    def __init__(self, device: torch.device, clock: Clock, *, priority: int = 0) -> None:
+    def __init__(self, device: torch.device, lane: Lane, clock: Clock) -> None:
         self.clock = clock
-        self.device = device
-        self.stream = torch.cuda.Stream(device, priority=priority)
+        self.stream = _cuda_stream(device, lane)
 
     def submit(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self.stream):
@@ -188,6 +189,12 @@ class CudaStream:
 _PRIORITY = {Lane.ACT: -2, Lane.KV: -1}
 
 
+@lru_cache
+def _cuda_stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
+    # One for all runs: the allocator keeps a pool of memory for every stream it meets.
+    return torch.cuda.Stream(device, priority=_PRIORITY.get(lane, 0))
+
+
 def open_streams(
     device: torch.device, clock: Clock, on_error: Callable[[BaseException], None]
 ) -> dict[Lane, Stream]:
@@ -195,7 +202,7 @@ def open_streams(
     streams: dict[Lane, Stream] = {}
     for lane in Lane:
         if device.type == "cuda" and lane is not Lane.CPU:
-            streams[lane] = CudaStream(device, clock, priority=_PRIORITY.get(lane, 0))
+            streams[lane] = CudaStream(device, lane, clock)
         else:
             streams[lane] = CpuStream(lane.value, clock, on_error)
     return streams

@@ -175,15 +175,16 @@ class Runner(Generic[StepT]):
                     t.start()
                 for t in threads:
                     t.join()
-            for lane in self.lanes:
-                streams[lane].synchronize()
-        finally:
-            self._fail(_Stop())
-            for t in threads:
-                t.join()
-            for s in streams.values():
+        except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
+            self._fail(e)
+        for t in threads:
+            t.join()
+        for s in streams.values():
+            try:
                 s.close()
-        if self.error is not None and not isinstance(self.error, _Stop):
+            except BaseException as e:
+                self._fail(e)  # a CUDA fault shows up here, or has shown up before
+        if self.error is not None:
             raise self.error
         self._resolve(upto=None)
 

@@ -49,8 +49,29 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
     starts, lengths = c["slot_start"][rows], c["length"][rows]
     slot.index_copy_(0, starts + lengths - 1, p.buffers.new_kv[staged, rows])
     q = p.buffers.q[staged, rows]
-    out = p.family.attn_decode_packed(q, slot, starts, lengths, span.max_length)
-    p.buffers.attn_out[p.slot("attn_out", task, index), rows].copy_(out)
+    out = p.buffers.attn_out[p.slot("attn_out", task, index), rows]
+    if p.machinery.device.type == "cuda":
+        from moegen.exec.kernels.triton_attention import decode_attention
+
+        a = p.model.layers[task.id.layer].attention
+        latent = a.kind == "mla"
+        decode_attention(
+            q,
+            slot,
+            starts,
+            lengths,
+            out,
+            n_heads=a.n_heads,
+            n_kv_heads=a.n_kv_heads,
+            dk=a.kv_lora_rank + a.rope_head_dim if latent else a.head_dim,
+            dv=a.kv_lora_rank if latent else a.v_head_dim,
+            scale=p.family.scale,
+            latent=latent,
+            max_length=span.max_length,
+        )
+        return
+    bounds = zip(step.slot_start[rows].tolist(), step.length[rows].tolist(), strict=True)
+    out.copy_(p.family.attn_decode(q, [slot[at : at + n] for at, n in bounds]))
 
 
 def attn_prefill(p: Program, task: Task, index: int, step: Step) -> None:
