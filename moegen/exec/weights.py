@@ -264,7 +264,7 @@ def _copy(f: Any, key: str, places: list[tuple[Piece, Tensor]]) -> int:
     return written
 
 
-def _fill(name: str, t: Tensor, scaled: dict[tuple[int, torch.dtype], Tensor], shift: int) -> None:
+def _fill(name: str, t: Tensor, shift: int, scaled: dict[tuple[int, torch.dtype], Tensor]) -> None:
     if t.dim() == 1:
         t.fill_(0.0 if name.endswith("_bias") else 1.0)
         return
