@@ -324,7 +324,7 @@ class Timeline:
 
     def _shares(self) -> list[tuple[str, float]]:
         share = self.utilization()["share"]
-        return [(str(lane), float(share[lane])) for lane in share.index]
+        return list(zip(map(str, share.index), share.tolist(), strict=True))
 
     # On disk.
 

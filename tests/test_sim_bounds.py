@@ -12,7 +12,7 @@ from moegen.graph.build import build
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
-from moegen.graph.task import EdgeKind, Lane, TaskGraph
+from moegen.graph.task import Lane, TaskGraph
 from moegen.sim.bounds import bound, bound_s, critical_path_s
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
@@ -60,12 +60,41 @@ def test_the_bound_is_made_of_lanes_resources_and_chain():
     assert (parts.seconds, parts.binds) == (7.0, "chain")
     assert bound_s(graph, cost) == 7.0
     assert "7.00 s by chain" in repr(parts)
-    # A BUFFER edge is no input: without the DATA edge round, lanes and link bind.
-    open_end = graph.without(EdgeKind.DATA, "")
+    # A BUFFER edge is no input: without the DATA edge round, the copy and post, which that edge
+    # joins to a circle of 5 s, are no chain, and lanes and link bind.
+    open_end = TaskGraph(graph.tasks, [e for e in graph.edges if e.dst != tid("pre")])
     assert bound(open_end, cost).chain_s == 0.0
     assert bound(open_end, cost).binds == "resource h2d"
     with pytest.raises(GraphError, match="2"):
         bound_s(graph.unroll(2), cost)
+
+
+def test_the_chain_takes_the_longest_way_round():
+    graph = TaskGraph(
+        (
+            task("pre", "GPU"),
+            task("fetch", "KV"),
+            task("attn", "CPU"),
+            task("up", "ACT"),
+            task("post", "GPU"),
+        ),
+        (
+            edge("pre", "fetch"),
+            edge("pre", "attn"),
+            edge("attn", "up"),
+            edge("fetch", "post"),
+            edge("up", "post"),
+            edge("pre", "post", "LANE"),
+            edge("post", "pre", distance=1),
+            edge("up", "attn", distance=1),
+        ),
+    )
+    # pre 1, then fetch 2, or attn 3 and up 1, then post 1: 4 or 6 s. attn and up alone: 4 s.
+    cost = CostModel.fixed({"pre": 1, "fetch": 2, "attn": 3, "up": 1, "post": 1})
+    assert bound(graph, cost).chain_s == 6.0
+    # The other way about: 8 or 6.
+    cost = CostModel.fixed({"pre": 1, "fetch": 6, "attn": 3, "up": 1, "post": 1})
+    assert bound(graph, cost).chain == (tid("pre"), tid("fetch"), tid("post"))
 
 
 def test_a_task_that_feeds_itself_is_a_chain_of_one():

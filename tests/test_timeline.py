@@ -67,10 +67,10 @@ def test_frame_shows_work_and_tokens():
 
 
 def test_wait_is_the_time_inputs_lay_ready():
-    # second's input is there at 1, but it stands behind first until 5.
+    # second's input is there at 1, but it stands behind first until 5, and needs its slot.
     graph = TaskGraph(
         (task("copy", "BULK"), task("first", "GPU"), task("second", "GPU")),
-        (edge("copy", "second"),),
+        (edge("copy", "second"), edge("first", "second", "BUFFER")),
     )
     run = simulate(graph, CostModel.fixed({"copy": 1, "first": 5, "second": 1}))
     assert run.to_frame().set_index("op").loc["second", "wait_s"] == 4.0
@@ -84,6 +84,12 @@ def test_utilization_by_lane(timeline):
     assert table["tasks"].to_dict() == {"GPU": 3, "CPU": 1, "BULK": 1}
     # Where measured tasks overlap, time counts once: 2 + (8.5 - 3.5), not 2 + 4 + 1.1.
     assert noisy().utilization().loc["GPU", "busy_s"] == pytest.approx(7.0)
+
+
+def test_time_counts_once_where_one_measured_task_lies_within_another():
+    graph = TaskGraph((task("x", "GPU"), task("y", "GPU"), task("z", "GPU")), ())
+    run = Timeline(graph, [t.id for t in graph], [0, 1, 3], [5, 2, 6], source="measured")
+    assert run.utilization().loc["GPU", "busy_s"] == 6.0
 
 
 def test_critical_path_says_what_released_each_task(timeline):

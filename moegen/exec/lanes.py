@@ -89,18 +89,29 @@ class CpuStream:
     """A worker thread that runs what it is given, in order.
 
     After a failure it drops the work that follows but still reaches its events, so that
-    nobody hangs; ``on_error`` hears of the failure at once.
+    nobody hangs; ``on_error`` hears of the failure at once. ``torch_threads`` limits the
+    threads that torch starts for one operation; its own choice unless given.
     """
 
-    def __init__(self, name: str, clock: Clock, on_error: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: Clock,
+        on_error: Callable[[BaseException], None],
+        *,
+        torch_threads: int | None = None,
+    ) -> None:
         self.clock = clock
         self._on_error = on_error
+        self._torch_threads = torch_threads
         self._failed = False
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"moegen-{name}", daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)  # of this thread
         while (item := self._queue.get()) is not None:
             if isinstance(item, CpuEvent):
                 item.reach()
@@ -200,11 +211,15 @@ def open_streams(
 ) -> dict[Lane, Stream]:
     """The executing side of every lane on ``device``; the CPU lane is a thread on both."""
     streams: dict[Lane, Stream] = {}
+    cuda = device.type == "cuda"
     for lane in Lane:
-        if device.type == "cuda" and lane is not Lane.CPU:
+        if cuda and lane is not Lane.CPU:
             streams[lane] = CudaStream(device, lane, clock)
         else:
-            streams[lane] = CpuStream(lane.value, clock, on_error)
+            # Beside CUDA the attention's own pool has the cores: torch's threads would
+            # spin between operations and take them away.
+            one = 1 if cuda else None
+            streams[lane] = CpuStream(lane.value, clock, on_error, torch_threads=one)
     return streams
 
 

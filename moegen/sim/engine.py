@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import simpy
@@ -167,11 +168,10 @@ class _Fluid:
                 continue  # its timer stands: a task never slowed ends at start + seconds exactly
             left = flow.remaining_s - flow.speed * (now - flow.since_s)
             flow.remaining_s, flow.since_s, flow.speed = max(0.0, left), now, speed
-            flow.timer = self._env.timeout(flow.remaining_s / speed, flow)
-            flow.timer.callbacks.append(self._ring)
+            flow.timer = self._env.timeout(flow.remaining_s / speed)
+            flow.timer.callbacks.append(partial(self._ring, flow))
 
-    def _ring(self, timer: simpy.Event) -> None:
-        flow: _Flow = timer.value
+    def _ring(self, flow: _Flow, timer: simpy.Event) -> None:
         if timer is not flow.timer:
             return  # its speed changed since this timer was set
         self._running.remove(flow)
