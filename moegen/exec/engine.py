@@ -14,7 +14,7 @@ import torch
 from moegen.errors import InvalidInput
 from moegen.exec.buffers import Capacity
 from moegen.exec.families import family_for
-from moegen.exec.generate import FinishReason, Generation, Sequence_, StepReport
+from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.kv import KVStore
 from moegen.exec.lanes import pick_device
 from moegen.exec.program import Machinery, Program
@@ -238,7 +238,7 @@ class Engine:
         work = Workload.from_lengths([len(s.prompt) for s in rows], [s.max_new for s in rows])
         plan = self._resolve(work)
 
-        def finish(s: Sequence_) -> None:
+        def finish(s: SequenceState) -> None:
             done[s.index] = self._completion(s, return_logits)
             if on_finish is not None:
                 on_finish(s.index, done[s.index])
@@ -324,7 +324,7 @@ class Engine:
         prompts: Sequence[str | Sequence[int]],
         max_new_tokens: int | Sequence[int],
         forced: Sequence[Sequence[int]] | None,
-    ) -> list[Sequence_]:
+    ) -> list[SequenceState]:
         n = len(prompts)
         each = [max_new_tokens] * n if isinstance(max_new_tokens, int) else list(max_new_tokens)
         for name, given in (("max_new_tokens", each), ("forced", forced)):
@@ -335,7 +335,7 @@ class Engine:
             ids = self._encode(prompt) if isinstance(prompt, str) else [int(x) for x in prompt]
             own = None if forced is None else [int(x) for x in forced[i]]
             self._check(i, ids, most)
-            rows.append(Sequence_(i, ids, most if own is None else min(most, len(own)), own))
+            rows.append(SequenceState(i, ids, most if own is None else min(most, len(own)), own))
         return rows
 
     def _encode(self, text: str) -> list[int]:
@@ -368,7 +368,7 @@ class Engine:
         memory(self.model, self.hardware, plan.prefill, work, phase="prefill").require()
         return plan
 
-    def _completion(self, s: Sequence_, logits: bool) -> Completion:
+    def _completion(self, s: SequenceState, logits: bool) -> Completion:
         assert s.finish is not None
         text = self.tokenizer.decode(s.out, skip_special_tokens=True) if self.tokenizer else ""
         return Completion(

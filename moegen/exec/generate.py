@@ -32,7 +32,7 @@ BARRIER_SHARE = 0.5
 
 
 @dataclass
-class Sequence_:
+class SequenceState:
     """A sequence in flight.
 
     Attributes
@@ -110,7 +110,7 @@ class Generation:
         plan: Plan,
         eos: frozenset[int],
         *,
-        on_finish: Callable[[Sequence_], None] | None = None,
+        on_finish: Callable[[SequenceState], None] | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         keep_logits: bool = False,
         delays: Delays | None = None,
@@ -124,7 +124,7 @@ class Generation:
         self.gpu_bytes = 0
         self._began = time.perf_counter()
 
-    def run(self, batch: Sequence[Sequence_], store: KVStore) -> None:
+    def run(self, batch: Sequence[SequenceState], store: KVStore) -> None:
         """Prefill and decode ``batch``, whose KV goes into ``store``."""
         for s, start in zip(batch, store.allocate([s.room for s in batch]), strict=True):
             s.start = start
@@ -134,7 +134,7 @@ class Generation:
             self._decode(live, store)
             live = [s for s in live if s.finish is None]
 
-    def _prefill(self, batch: Sequence[Sequence_], store: KVStore) -> None:
+    def _prefill(self, batch: Sequence[SequenceState], store: KVStore) -> None:
         s = self.plan.prefill
         size = min(s.B, len(batch))
         waves = [batch[i : i + size] for i in range(0, len(batch), size)]
@@ -144,7 +144,7 @@ class Generation:
         assert graph.layout is not None
         parts = [graph.layout.micro_batch(m) for m in range(len(graph.layout.micro_batches))]
 
-        def tokens(wave: Sequence[Sequence_], places: range) -> int:
+        def tokens(wave: Sequence[SequenceState], places: range) -> int:
             return sum(len(wave[p].prompt) for p in places if p < len(wave))
 
         capacity = Capacity(
@@ -155,7 +155,7 @@ class Generation:
         )
         layout = graph.layout
 
-        def rows(index: int) -> tuple[Step, Sequence[Sequence_]] | None:
+        def rows(index: int) -> tuple[Step, Sequence[SequenceState]] | None:
             if index == len(waves):
                 return None
             wave = waves[index]
@@ -164,7 +164,7 @@ class Generation:
 
         self._steps(graph, store, capacity, rows)
 
-    def _decode(self, batch: Sequence[Sequence_], store: KVStore) -> None:
+    def _decode(self, batch: Sequence[SequenceState], store: KVStore) -> None:
         model, s = self.machinery.family.spec, self.plan.decode
         graph = build(model, s, "decode", lengths=[x.past for x in batch])
         assert graph.layout is not None
@@ -173,7 +173,7 @@ class Generation:
         slot = max((sum(batch[p].room for p in part) for part in parts), default=0)
         capacity = Capacity(rows=n, tokens=n, staged_tokens=n, slot_tokens=slot)
 
-        def rows(index: int) -> tuple[Step, Sequence[Sequence_]] | None:
+        def rows(index: int) -> tuple[Step, Sequence[SequenceState]] | None:
             live = [x for x in batch if x.finish is None]
             if not live or (index and len(live) <= BARRIER_SHARE * n):
                 return None
@@ -189,11 +189,11 @@ class Generation:
         graph,  # noqa: ANN001
         store: KVStore,
         capacity: Capacity,
-        rows: Callable[[int], tuple[Step, Sequence[Sequence_]] | None],
+        rows: Callable[[int], tuple[Step, Sequence[SequenceState]] | None],
     ) -> None:
         """Run ``graph`` until ``rows`` has no more; give each step's tokens to its rows."""
         recorder = Recorder(graph, self.keep_steps)
-        before: tuple[Step, Sequence[Sequence_]] | None = None
+        before: tuple[Step, Sequence[SequenceState]] | None = None
 
         def source(index: int) -> Step | None:
             nonlocal before
@@ -219,7 +219,7 @@ class Generation:
         runner.run()
         self.timelines.append(recorder.timeline())
 
-    def _take(self, program: Program, phase: str, step: Step, live: Sequence[Sequence_]) -> None:
+    def _take(self, program: Program, phase: str, step: Step, live: Sequence[SequenceState]) -> None:
         tokens = program.sampled(step)
         logits = program.logits(step) if self.keep_logits else None
         for i, (s, token) in enumerate(zip(live, tokens, strict=True)):
