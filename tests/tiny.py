@@ -70,7 +70,7 @@ def tiny_deepseek_v2(
     sharded: bool = False,
     **over: Any,
 ) -> tuple[Path, DeepseekV2ForCausalLM]:
-    """A DeepSeek-V2 of one dense and 3 MoE layers: YaRN, shared experts, 2 of 4 groups."""
+    """A DeepSeek-V2 of one dense and 3 MoE layers: YaRN, shared experts, top 3 in 2 of 4 groups."""
     config = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -87,7 +87,8 @@ def tiny_deepseek_v2(
         "vocab_size": 128,
         "n_routed_experts": 8,
         "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
+        # More experts a token than groups: else the best experts lie in the best groups anyway.
+        "num_experts_per_tok": 3,
         "n_group": 4,
         "topk_group": 2,
         "topk_method": "group_limited_greedy",

@@ -183,8 +183,12 @@ class HostWeights:
                 fan_in = t.shape[-1]
                 scaled[fan_in, t.dtype] = (block * fan_in**-0.5).to(t.dtype)
         with ThreadPoolExecutor(_threads()) as pool:
-            names, tensors = zip(*jobs, strict=True)
-            list(pool.map(lambda *job: _fill(*job, scaled), names, tensors, shifts))
+            fills = [
+                pool.submit(_fill, name, t, shift, scaled)
+                for (name, t), shift in zip(jobs, shifts, strict=True)
+            ]
+            for fill in fills:
+                fill.result()
         if pin:
             store.pin()
         return store
