@@ -8,11 +8,12 @@ of execution as the edges let it; weights of the next step are copied while this
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -77,17 +78,42 @@ class Record:
     """When a task ran: events until resolved, seconds after."""
 
     task: Task
-    step: int
     start: Event | None
     end: Event
 
 
-@dataclass
 class _Progress:
-    """How far a lane has been issued; others wait here for its events."""
+    """How far something has come; others wait here for it to come further.
 
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    issued: int = 0
+    One thread advances it. Most waits find that it is far enough already, and most advances
+    find nobody waiting: neither then takes the lock.
+    """
+
+    def __init__(self) -> None:
+        self.done = 0
+        self._waiting = 0
+        self._changed = threading.Condition()
+
+    def advance(self) -> None:
+        self.done += 1
+        if self._waiting:
+            self.wake()
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, need: int, over: Callable[[], bool]) -> bool:
+        """Wait until it has come to ``need`` or all is over; False after `STALL_S`."""
+        if self.done >= need:
+            return True
+        with self._changed:
+            # Announced before the look below, so that an advance in between is not missed.
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self.done >= need or over(), STALL_S)
+            finally:
+                self._waiting -= 1
 
 
 class _Stop(Exception):
@@ -126,12 +152,12 @@ class Runner(Generic[StepT]):
         self.lanes = graph.lanes
         self.progress = {lane: _Progress() for lane in self.lanes}
         self.steps: dict[int, StepT] = {}
-        self.steps_changed = threading.Condition()
+        self.bound = _Progress()  # steps bound so far
         self.stop_at: int | None = None
         self.error: BaseException | None = None
-        self.records: dict[int, list[Record]] = {}
-        self.resolved = 0
-        self.where: dict[Lane, str] = {}
+        self.records: dict[Lane, dict[int, list[Record]]] = {lane: {} for lane in self.lanes}
+        self.resolved = 0  # steps whose times are known
+        self.where: dict[Lane, tuple[object, ...]] = {}
         self._position = {
             t.id: (lane, i) for lane, tasks in self.lanes.items() for i, t in enumerate(tasks)
         }
@@ -139,7 +165,6 @@ class Runner(Generic[StepT]):
         self._ends: dict[Lane, list[list[Event | None]]] = {
             lane: [[None] * len(tasks) for _ in range(WINDOW)] for lane, tasks in self.lanes.items()
         }
-        self._lock = threading.Lock()
 
     def _waits_of(self, task: Task) -> tuple[_Wait, ...]:
         """The waits an edge makes, one per lane and distance: lanes are in order, so the
@@ -164,21 +189,19 @@ class Runner(Generic[StepT]):
             Whatever the first failing task raised.
         """
         streams = open_streams(self.device, self.clock, self._fail)
-        first = threading.Thread(target=self._bind_first, name="moegen-bind")
-        threads = [first] + [
+        threads = [threading.Thread(target=self._bind_first, name="moegen-bind")] + [
             threading.Thread(target=self._walk, args=(lane, streams[lane]), name=f"issue-{lane}")
             for lane in self.lanes
         ]
-        try:
-            with _quick_handover():
+        with _quick_handover():
+            try:
                 for t in threads:
                     t.start()
-                for t in threads:
-                    t.join()
-        except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
-            self._fail(e)
-        for t in threads:
-            t.join()
+                self._resolve_along()
+            except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
+                self._fail(e)
+            for t in threads:
+                t.join()
         for s in streams.values():
             try:
                 s.close()
@@ -186,7 +209,11 @@ class Runner(Generic[StepT]):
                 self._fail(e)  # a CUDA fault shows up here, or has shown up before
         if self.error is not None:
             raise self.error
-        self._resolve(upto=None)
+        self._resolve(self.bound.done)
+        if self.resolved < self.bound.done:
+            raise DeadlockError(
+                f"step {self.resolved} ended before all of its tasks had run: {self._standing()}"
+            )
 
     # -- issuing ---------------------------------------------------------------------
 
@@ -201,19 +228,13 @@ class Runner(Generic[StepT]):
 
     def _bind(self, index: int) -> None:
         step = self.kernels.next_step(index)
-        with self.steps_changed:
-            if step is None:
-                self.stop_at = index
-            else:
-                self.steps[index] = step
-                self.steps.pop(index - WINDOW, None)
-            self.steps_changed.notify_all()
         if step is None:
-            for p in self.progress.values():
-                with p.changed:
-                    p.changed.notify_all()
+            self.stop_at = index
+            self._wake()
             raise _Stop
-        self._resolve(upto=index - 2)
+        self.steps[index] = step
+        self.steps.pop(index - WINDOW, None)
+        self.bound.advance()
 
     def _walk(self, lane: Lane, stream: Stream) -> None:
         index = 0
@@ -261,38 +282,41 @@ class Runner(Generic[StepT]):
             stream.submit(lambda: self.kernels.run(task, index, step))
         end = stream.record()
         self._ends[lane][index % WINDOW][position] = end
-        with self._lock:
-            self.records.setdefault(index, []).append(Record(task, index, start, end))
-        p = self.progress[lane]
-        with p.changed:
-            p.issued += 1
-            p.changed.notify_all()
+        self.records[lane].setdefault(index, []).append(Record(task, start, end))
+        self.progress[lane].advance()
 
     def _recorded(self, w: _Wait, index: int, task: Task, at: int) -> Event:
         """The producer's event, once it has been recorded in step ``index``."""
         need = index * len(self.lanes[w.lane]) + w.position + 1
-        p = self.progress[w.lane]
-        producer = self.lanes[w.lane][w.position].id
-        self.where[task.lane] = f"{task.id} of step {at} waits for {producer} of step {index}"
-        with p.changed:
-            moved = p.changed.wait_for(lambda: p.issued >= need or self._over(at), STALL_S)
-        self._check(at)
-        if not moved:
-            self._stalled()
+        self.where[task.lane] = (task.id, at, self.lanes[w.lane][w.position].id, index)
+        self._await(self.progress[w.lane], need, at)
         event = self._ends[w.lane][index % WINDOW][w.position]
         assert event is not None
         return event
 
     def _step(self, index: int, task: Task) -> StepT:
-        with self.steps_changed:
-            self.where[task.lane] = f"{task.id} waits for step {index} to be bound"
-            moved = self.steps_changed.wait_for(
-                lambda: index in self.steps or self._over(index), STALL_S
-            )
-            self._check(index)
-            if not moved:
-                self._stalled()
-            return self.steps[index]
+        self.where[task.lane] = (task.id, index)
+        self._await(self.bound, index + 1, index)
+        return self.steps[index]
+
+    def _await(self, progress: _Progress, need: int, index: int) -> None:
+        moved = progress.wait_for(need, lambda: self._over(index))
+        self._check(index)
+        if not moved:
+            raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self._standing()}")
+
+    def _standing(self) -> str:
+        """Where each lane stands, for a person."""
+        said = []
+        for lane, (task, step, *producer) in sorted(self.where.items()):
+            what = "for the step to be bound"
+            if producer:
+                what = f"for {producer[0]} of step {producer[1]}"
+            said.append(f"{lane}: {task} of step {step} waited last {what}")
+        return "; ".join(said)
+
+    def _ended(self) -> bool:
+        return self.error is not None or self.stop_at is not None
 
     def _over(self, index: int) -> bool:
         return self.error is not None or (self.stop_at is not None and index >= self.stop_at)
@@ -301,38 +325,41 @@ class Runner(Generic[StepT]):
         if self._over(index):
             raise _Stop
 
-    def _stalled(self) -> None:
-        raise DeadlockError(
-            f"nothing moved for {STALL_S:.0f} s; " + "; ".join(sorted(self.where.values()))
-        )
-
     def _fail(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
-        with self.steps_changed:
-            self.steps_changed.notify_all()
-        for p in self.progress.values():
-            with p.changed:
-                p.changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        for p in (self.bound, *self.progress.values()):
+            p.wake()
 
     # -- times -----------------------------------------------------------------------
 
-    def _resolve(self, upto: int | None) -> None:
-        """Turn events into seconds, for steps before ``upto`` whose tasks all finished."""
-        with self._lock:
-            ready = [i for i in sorted(self.records) if upto is None or i < upto]
-            taken = [(i, self.records.pop(i)) for i in ready]
-        for index, records in taken:
-            if self.stop_at is not None and index >= self.stop_at:
-                continue  # weights copied ahead for a step that never came
+    def _resolve_along(self) -> None:
+        """Resolve times on this thread, off the lanes' own, until the run is over."""
+        while not self._ended():
+            # A step's tasks have all finished once the one after the next is bound.
+            self.bound.wait_for(self.resolved + 3, self._ended)
+            self._resolve(self.bound.done - 2)
+
+    def _resolve(self, upto: int) -> None:
+        """Turn the events of steps before ``upto`` into seconds."""
+        for index in range(self.resolved, upto):
+            found = [of_lane.get(index, []) for of_lane in self.records.values()]
+            if sum(map(len, found)) < len(self.graph.tasks):
+                return  # a task that nothing waits for may be late
             times = []
-            for r in records:
+            for r in itertools.chain.from_iterable(found):
                 r.end.synchronize()
                 end = r.end.time_s()
                 start = end if r.start is None else r.start.time_s()
                 times.append((r.task.id._replace(step=index), start, end))
+            for of_lane in self.records.values():
+                del of_lane[index]
             if self.on_records is not None:
                 self.on_records(index, times)
+            self.resolved = index + 1
 
 
 @contextmanager
