@@ -119,7 +119,7 @@ def gantt(
     margin = 0.005 * span or 0.5 * scale  # tasks that all take no time
     ax.set_xlim((begin - margin) / scale, (begin + span + margin) / scale)
     ax.set_xlabel(f"time [{unit}]")
-    ax.set_title(_title(timeline), loc="left", fontsize=10)
+    ax.set_title(_title(timeline, steps, layers), loc="left", fontsize=10)
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)
     ax.set_axisbelow(True)
     ax.tick_params(axis="y", length=0)
@@ -165,11 +165,15 @@ def _text(timeline: Timeline, i: int) -> str:
     return task_id.op
 
 
-def _title(timeline: Timeline) -> str:
+def _title(timeline: Timeline, *chosen: int | Collection[int] | None) -> str:
     model = timeline.graph.model
     name = f"{model.name} " if model is not None else ""
     text = f"{name}{timeline.graph.phase}, {timeline.source}: {format_seconds(timeline.makespan_s)}"
     n = len(timeline.steps)
     if n > 1:
         text += f" for {n} steps, {format_seconds(timeline.period_s)} a step"
+    for name, which in zip(("step", "layer"), chosen, strict=True):
+        if which is not None:
+            listed = [which] if isinstance(which, int) else sorted(which)
+            text += f"; {name} {', '.join(map(str, listed))}"
     return text
