@@ -26,7 +26,7 @@ from moegen.exec.weights import HostWeights, Progress
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import Ledger, memory
 from moegen.graph.model import ModelSpec
-from moegen.graph.sound import sound_plan
+from moegen.graph.sound import sound_plan, sound_prefill
 from moegen.graph.strategy import Plan, Strategy
 from moegen.graph.task import TaskGraph
 from moegen.graph.workload import Workload
@@ -97,7 +97,10 @@ class Engine:
     ) -> None:
         self.model, self.weights, self.device, self.hardware = model, weights, device, hardware
         self.tokenizer, self.eos = tokenizer, frozenset(eos_token_ids)
-        self.plan = _as_plan(plan)
+        if isinstance(plan, str) and plan != "auto":
+            raise InvalidInput(f'plan must be a Plan, a Strategy or "auto", got {plan!r}')
+        self._given = plan
+        self.plan: Plan | None = plan if isinstance(plan, Plan) else None
         self.ledger: Ledger | None = None
         self.timelines: list[Timeline] = []
         if threads is None:
@@ -137,8 +140,8 @@ class Engine:
         path : str or Path
             A folder with config.json, safetensors and tokenizer.
         plan : Plan, Strategy or "auto"
-            A Strategy serves decode, and prefill with its ω at 0. "auto" is resolved once
-            the prompts are known.
+            A Strategy is decode's; prefill's is then chosen to go with it. "auto" chooses
+            both. What is not given is resolved once the prompts are known.
         device : {"cpu", "cuda"}, optional
             CUDA if there is one.
         dtype : {"float32", "bfloat16", "float16"}, optional
@@ -359,13 +362,22 @@ class Engine:
             raise InvalidInput(f"prompt {i} has a token id outside [0, {self.model.vocab})")
 
     def _resolve(self, work: Workload) -> Plan:
-        plan = self.plan if self.plan is not None else sound_plan(self.model, self.hardware, work)
+        model, hw, given = self.model, self.hardware, self._given
+        if isinstance(given, Plan):
+            plan = given
+        elif isinstance(given, Strategy):
+            decode = given.with_(B=min(given.B, work.n))
+            self.ledger = memory(model, hw, decode, work).require()
+            plan = Plan(prefill=sound_prefill(model, hw, work, decode), decode=decode)
+        else:
+            plan = sound_plan(model, hw, work)
+        B = min(plan.decode.B, work.n)
         plan = Plan(
-            prefill=plan.prefill.with_(B=min(plan.prefill.B, plan.decode.B, work.n)),
-            decode=plan.decode.with_(B=min(plan.decode.B, work.n)),
+            prefill=plan.prefill.with_(B=min(plan.prefill.B, B)), decode=plan.decode.with_(B=B)
         )
-        self.ledger = memory(self.model, self.hardware, plan.decode, work).require()
-        memory(self.model, self.hardware, plan.prefill, work, phase="prefill").require()
+        self.ledger = memory(model, hw, plan.decode, work).require()
+        memory(model, hw, plan.prefill, work, phase="prefill").require()
+        self.plan = plan
         return plan
 
     def _completion(self, s: SequenceState, logits: bool) -> Completion:
@@ -380,16 +392,6 @@ class Engine:
             finish_reason=s.finish,
             logits=torch.stack(s.logits) if logits else None,
         )
-
-
-def _as_plan(plan: Plan | Strategy | str) -> Plan | None:
-    if isinstance(plan, Strategy):
-        return Plan(prefill=plan.with_(omega=0.0, fetch="all"), decode=plan)
-    if isinstance(plan, Plan):
-        return plan
-    if plan == "auto":
-        return None
-    raise InvalidInput(f'plan must be a Plan, a Strategy or "auto", got {plan!r}')
 
 
 def _capacity(g: TaskGraph) -> Capacity:

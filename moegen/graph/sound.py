@@ -6,6 +6,7 @@ This is the choice for someone who only wants an answer; it follows the paper's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from moegen.errors import Infeasible
@@ -29,13 +30,28 @@ def sound_plan(model: ModelSpec, hw: HardwareSpec, work: Workload) -> Plan:
     Infeasible
         If not even one sequence fits; the ledger's line says what broke.
     """
-    hw = replace(
+    hw = _with_headroom(hw)
+    decode = _decode(model, hw, work)
+    return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
+
+
+def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strategy) -> Strategy:
+    """A prefill strategy that goes with a decode strategy someone chose.
+
+    Raises
+    ------
+    Infeasible
+        If not even a wave of one prompt fits the GPU.
+    """
+    return _prefill(model, _with_headroom(hw), work, decode)
+
+
+def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
+    return replace(
         hw,
         host_memory_bytes=hw.host_memory_bytes * HEADROOM,
         gpu_memory_bytes=hw.gpu_memory_bytes * HEADROOM,
     )
-    decode = _decode(model, hw, work)
-    return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
 
 
 def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload) -> Strategy:
@@ -58,12 +74,9 @@ def _spend(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> S
     if not model.moe_layers:
         return s
     layer = model.layers[model.moe_layers[0]]
-    phase = "decode"
     slots = _largest(
         layer.n_experts,
-        lambda n: memory(
-            model, hw, s.with_(s_expert=n * layer.expert_bytes), work, phase=phase
-        ).gpu.fits,
+        lambda n: memory(model, hw, s.with_(s_expert=n * layer.expert_bytes), work).gpu.fits,
     )
     s = s.with_(s_expert=slots * layer.expert_bytes)
     spare = max(0, memory(model, hw, s, work).gpu.free_bytes)
@@ -104,7 +117,7 @@ def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strateg
     return s
 
 
-def _largest(most: int, fits) -> int:  # noqa: ANN001
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
     """The greatest n in [1, most] that fits, by halving; 1 if none does."""
     low, high = 1, max(1, most)
     while low < high:
