@@ -33,8 +33,9 @@ import triton.language as tl  # noqa: E402
 # to the matrix kernels beside them.
 _BLOCK_BYTES = 16384
 _WARPS = 8
-# Each program holds the chunk counts of all rows in registers; more rows take more launches.
-_MAX_ROWS = 2048
+# Each program holds the chunk counts of all rows in registers; more rows take more launches. Two
+# sizes only: each is compiled once, and rows that end in the middle of a run must not stall it.
+_FEW_ROWS, _MAX_ROWS = 256, 2048
 
 # Bytes that a thread moves at once -> (the element type, elements in it).
 _UNITS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
@@ -216,7 +217,7 @@ def gather_rows(
             width_bytes // unit,
             V=v,
             BLOCK=_BLOCK_BYTES // unit * v,
-            ROWS=max(32, triton.next_power_of_2(rows)),
+            ROWS=_FEW_ROWS if rows <= _FEW_ROWS else _MAX_ROWS,
             num_warps=_WARPS,
         )
 
