@@ -142,6 +142,9 @@ def make_checkpoint(
         return folder
     _refuse_foreign(folder)
     model, tokenizer = dense or dense_model(layers)
+    depth = model.config.num_hidden_layers
+    if layers is not None and layers != depth:
+        raise InvalidInput(f"layers is {layers}, but the dense model has {depth}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     _require_space(folder.parent, model, settings)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
