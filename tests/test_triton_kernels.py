@@ -293,8 +293,18 @@ def attend(
     return out.cpu(), torch.stack(want)
 
 
+TARGET = "moegen.exec.kernels.triton_attention._TARGET_PROGRAMS"
+
+
+@pytest.mark.parametrize("target", [1, 1024])  # many blocks a program, or one and a merge
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_in_float32(device: str, shape: tuple[int, int, int, int, bool]) -> None:
+def test_attention_in_float32(
+    device: str,
+    shape: tuple[int, int, int, int, bool],
+    target: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TARGET, target)
     lengths = [1, 700, 2, 65, 16] if device == "cuda" else [1, 150, 33]
     got, want = attend(device, torch.float32, shape, lengths)
     assert (got.double() - want).abs().max() < 1e-5
@@ -306,20 +316,27 @@ def test_attention_split_or_whole(
     device: str, max_length: int, target: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # One program a row up to _MAX_SPLIT_TOKENS, or many; a max_length above what is there is fine.
-    monkeypatch.setattr("moegen.exec.kernels.triton_attention._TARGET_PROGRAMS", target)
+    monkeypatch.setattr(TARGET, target)
     got, want = attend(device, torch.float32, (4, 2, 64, 64, False), [300, 64, 1], max_length)
     assert (got.double() - want).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_in_float16(device: str, shape: tuple[int, int, int, int, bool]) -> None:
+def test_attention_in_float16(
+    device: str, shape: tuple[int, int, int, int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TARGET, 1)
     got, want = attend(device, torch.float16, shape, [1, 90, 300])
     assert (got.double() - want).abs().max() < 4e-3  # p and the result are rounded: 2^-11 each
 
 
 @pytest.mark.gpu  # the interpreter multiplies bfloat16 as if it were integers
+@pytest.mark.parametrize("target", [1, 1024])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_in_bfloat16(shape: tuple[int, int, int, int, bool]) -> None:
+def test_attention_in_bfloat16(
+    shape: tuple[int, int, int, int, bool], target: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TARGET, target)
     got, want = attend("cuda", torch.bfloat16, shape, [1, 90, 700])
     assert (got.double() - want).abs().max() < 3e-2  # p and the result are rounded: 2^-8 each
 
