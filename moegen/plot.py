@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moegen.errors import InvalidInput
+from moegen.graph.task import Lane
 from moegen.units import format_seconds
 
 if TYPE_CHECKING:
@@ -40,6 +41,15 @@ COLOURS = {
     "sample": "#7a0177",
 }
 _OTHERS = ("#1b9e77", "#e6ab02", "#66a61e", "#a6761d", "#e7298a", "#7570b3")
+_FAINT = "#e9e9e9"
+# What a lane is for, for those who have not read the design.
+_ABOUT = {
+    Lane.GPU: "compute",
+    Lane.CPU: "attention",
+    Lane.BULK: "weights to GPU",
+    Lane.KV: "KV to GPU and back",
+    Lane.ACT: "small transfers",
+}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -51,6 +61,10 @@ def gantt(
     layers: int | Collection[int] | None = None,
 ) -> Axes:
     """A Gantt chart: a row a lane (GPU, CPU, BULK, KV, ACT), a colour an op.
+
+    Under each lane's name stands what it does and how busy it is in the time shown, other
+    steps and layers included: they are drawn faintly, so that a lane at work on the next
+    layer does not look idle.
 
     Parameters
     ----------
@@ -70,7 +84,6 @@ def gantt(
         If no task is left to show.
     """
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
 
     shown = [
         i
@@ -85,39 +98,41 @@ def gantt(
         _, ax = plt.subplots(figsize=(13, 1.6 + 0.62 * len(lanes)), layout="constrained")
 
     begin = float(timeline.start_s[shown].min())
-    span = float(timeline.end_s[shown].max()) - begin
+    end = float(timeline.end_s[shown].max())
+    span = end - begin
     scale, unit = next(((s, u) for s, u in _UNITS if span >= 2 * s), _UNITS[-1])
     colours = _colours([timeline.ids[i].op for i in shown])
+    faint = False
     for y, lane in enumerate(lanes):
-        for op, colour in colours.items():
-            members = [i for i in timeline.by_lane[lane] if i in keep and timeline.ids[i].op == op]
-            if not members:
-                continue
-            bars = [
-                (timeline.start_s[i] / scale, (timeline.end_s[i] - timeline.start_s[i]) / scale)
-                for i in members
-            ]
-            # A white edge parts neighbours of one op, but would swallow a narrow bar.
-            edges = ["white" if w * scale > 0.004 * span else colour for _, w in bars]
-            ax.broken_barh(bars, (y - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidth=0.6)
-            for i, (x, width) in zip(members, bars, strict=True):
-                text = _text(timeline, i)
-                # About 150 characters of this size go side by side on a default figure.
-                if width * scale / span * 150 > len(text) + 1:
-                    ax.text(
-                        x + width / 2,
-                        y,
-                        text,
-                        ha="center",
-                        va="center",
-                        fontsize=7,
-                        color=_ink(colour),
-                        clip_on=True,
-                    )
-    ax.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
+        members = timeline.by_lane[lane]
+        others = [
+            i
+            for i in members
+            if i not in keep and timeline.end_s[i] > begin and timeline.start_s[i] < end
+        ]
+        if others:
+            faint = True
+            width = (timeline.end_s[others] - timeline.start_s[others]) / scale
+            ax.barh(y, width, 0.8, timeline.start_s[others] / scale, color=_FAINT, zorder=0.5)
+        drawn = [i for i in members if i in keep]
+        _draw_bars(ax, y, timeline, drawn, colours, scale, span)
+        _draw_texts(ax, y, timeline, drawn, colours, scale, span)
+        busy = _busy_s(timeline, members, begin, end) / span if span else 0.0
+        ax.annotate(
+            f"{_ABOUT[lane]}\n{busy:.0%} busy",
+            (0, y),
+            (-8, -7),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=6.5,
+            color="#555555",
+        )
+    ax.set_yticks(range(len(lanes)), [lane.value for lane in lanes], va="bottom")
     ax.set_ylim(len(lanes) - 0.45, -0.55)
     margin = 0.005 * span or 0.5 * scale  # tasks that all take no time
-    ax.set_xlim((begin - margin) / scale, (begin + span + margin) / scale)
+    ax.set_xlim((begin - margin) / scale, (end + margin) / scale)
     ax.set_xlabel(f"time [{unit}]")
     ax.set_title(_title(timeline, steps, layers), loc="left", fontsize=10)
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)
@@ -125,17 +140,123 @@ def gantt(
     ax.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
+    _draw_legend(ax, colours | ({"(not selected)": _FAINT} if faint else {}), len(lanes))
+    return ax
+
+
+def _draw_bars(
+    ax: Axes,
+    y: int,
+    timeline: Timeline,
+    drawn: Sequence[int],
+    colours: Mapping[str, str],
+    scale: float,
+    span: float,
+) -> None:
+    for op, colour in colours.items():
+        members = [i for i in drawn if timeline.ids[i].op == op]
+        if not members:
+            continue
+        start_s, end_s = timeline.start_s[members], timeline.end_s[members]
+        bars = list(zip(start_s / scale, (end_s - start_s) / scale, strict=True))
+        # A white edge parts neighbours of one op, but would swallow a narrow bar.
+        edges = ["white" if w * scale > 0.004 * span else colour for _, w in bars]
+        ax.broken_barh(bars, (y - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidth=0.6)
+
+
+def _draw_texts(
+    ax: Axes,
+    y: int,
+    timeline: Timeline,
+    drawn: Sequence[int],
+    colours: Mapping[str, str],
+    scale: float,
+    span: float,
+) -> None:
+    """Name each bar that is wide enough; a row of narrow ones gets one name for all."""
+    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
+    letters = 14 * ax.get_position().width * figure_in  # side by side at this size
+    for run in _runs(timeline, drawn, span):
+        alone = [_fitting(timeline, i, i, letters / span) if span else "" for i in run]
+        if any(alone):
+            named = [(i, i, text) for i, text in zip(run, alone, strict=True)]
+        else:
+            text = _fitting(timeline, run[0], run[-1], letters / span) if span else ""
+            named = [(run[0], run[-1], text)]
+        for first, last, text in named:
+            if text:
+                colour = colours[timeline.ids[first].op]
+                ax.text(
+                    (timeline.start_s[first] + timeline.end_s[last]) / 2 / scale,
+                    y,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color=_ink(colour),
+                    clip_on=True,
+                    # Over a row of bars it hides their edges, or it could not be read.
+                    bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.5},
+                )
+
+
+def _runs(timeline: Timeline, drawn: Sequence[int], span: float) -> list[list[int]]:
+    """Tasks of one lane in groups: neighbours of one op, step and layer that touch."""
+    runs: list[list[int]] = []
+    for i in drawn:
+        if runs:
+            j = runs[-1][-1]
+            a, b = timeline.ids[j], timeline.ids[i]
+            alike = (a.op, a.step, a.layer) == (b.op, b.step, b.layer)
+            if alike and abs(timeline.start_s[i] - timeline.end_s[j]) < 1e-3 * span:
+                runs[-1].append(i)
+                continue
+        runs.append([i])
+    return runs
+
+
+def _fitting(timeline: Timeline, first: int, last: int, letters_per_s: float) -> str:
+    """The most telling name of tasks ``first`` to ``last`` that their width has room for."""
+    room = (timeline.end_s[last] - timeline.start_s[first]) * letters_per_s - 1
+    return next((text for text in _texts(timeline, first, last) if len(text) < room), "")
+
+
+def _texts(timeline: Timeline, first: int, last: int) -> list[str]:
+    """Names of a task, or of a row of them: the longest first."""
+    a, b = timeline.ids[first], timeline.ids[last]
+    layer = f"L{a.layer}" if a.layer >= 0 else ""
+    part = ""
+    for letter, lo, hi in (("e", a.expert, b.expert), ("m", a.microbatch, b.microbatch)):
+        if lo >= 0:
+            part = f"{letter}{lo}" if lo == hi else f"{letter}{lo}-{hi}"
+            break
+    choices = [(a.op, layer, part), (layer, part) if part else (a.op,), (part or a.op,)]
+    return [" ".join(filter(None, words)) for words in choices]
+
+
+def _busy_s(timeline: Timeline, members: Sequence[int], begin: float, end: float) -> float:
+    """Seconds of [begin, end] in which a lane ran something; overlaps count once."""
+    busy, until = 0.0, begin
+    for i in members:
+        stop = min(float(timeline.end_s[i]), end)
+        busy += max(0.0, stop - max(float(timeline.start_s[i]), until))
+        until = max(until, stop)
+    return busy
+
+
+def _draw_legend(ax: Axes, colours: Mapping[str, str], n_lanes: int) -> None:
+    from matplotlib.patches import Patch
+
     ax.legend(
         handles=[Patch(color=colour, label=op) for op, colour in colours.items()],
         loc="upper left",
         bbox_to_anchor=(1.005, 1.02),
         fontsize=7.5,
         frameon=False,
-        ncols=1 if len(colours) <= 2 + 3 * len(lanes) else 2,
+        ncols=1 if len(colours) <= 2 + 3 * n_lanes else 2,
         handlelength=1.2,
         labelspacing=0.25,
     )
-    return ax
 
 
 def _among(value: int, chosen: int | Collection[int] | None) -> bool:
@@ -155,14 +276,6 @@ def _colours(ops: Collection[str]) -> dict[str, str]:
 def _ink(colour: str) -> str:
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
-
-
-def _text(timeline: Timeline, i: int) -> str:
-    task_id = timeline.ids[i]
-    for letter, value in (("e", task_id.expert), ("m", task_id.microbatch)):
-        if value >= 0:
-            return f"{letter}{value}"
-    return task_id.op
 
 
 def _title(timeline: Timeline, *chosen: int | Collection[int] | None) -> str:

@@ -118,7 +118,9 @@ def _label(timeline: Timeline, i: int) -> str:
 def _args(timeline: Timeline, i: int) -> dict[str, Any]:
     task_id, work = timeline.ids[i], timeline.tasks[i].work
     args: dict[str, Any] = {k: v for k, v in task_id._asdict().items() if v != -1}
-    args["wait_us"] = float(timeline.start_s[i] - timeline.ready_s[i]) * 1e6
+    if any(e.reason.kind is EdgeKind.DATA for e in timeline.waits_for(task_id)):
+        # A copy of weights has no inputs: it would seem to wait since the run began.
+        args["wait_us"] = float(timeline.start_s[i] - timeline.ready_s[i]) * 1e6
     args["provenance"] = timeline.provenance[i]
     if work is not None:
         args |= {name: value for name, value in asdict(work).items() if value}
