@@ -186,6 +186,17 @@ class Program:
         ring = self.graph.rings["rows"]
         return step.columns(self.buffers.rows[ring.slot(index, 0)])
 
+    def history(self, task: Task, step: Step, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the GPU rows of ``task`` have their history: first token in the store, tokens,
+        first token in the slot, int64 [rows] each. A sliding window leaves out the oldest."""
+        span, c = self.span(task, step), self.columns(step, index)
+        start, past, to = (c[name][span.r0 : span.r1] for name in ("start", "past", "slot_start"))
+        window = self.model.layers[task.id.layer].attention.window
+        if window is not None:
+            skipped = (past - (window - 1)).clamp_min(0)
+            start, past = start + skipped, past - skipped
+        return start, past, to
+
     def dense(self, task: Task, index: int) -> dict[str, Tensor]:
         """A layer's dense weights, from its slot or for good."""
         layer = task.id.layer

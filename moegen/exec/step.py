@@ -104,7 +104,6 @@ class Step:
         }
         self.kv_index = torch.from_numpy(columns["kv_index"])
         self.length = length
-        self.slot_start = slot_start
         self.table = torch.from_numpy(np.concatenate(list(columns.values())))
 
     def _spans(

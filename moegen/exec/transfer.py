@@ -27,8 +27,8 @@ class Transfer(Protocol):
         """A small contiguous piece, device to host."""
         ...
 
-    def gather(self, dst: Tensor, src: Tensor, c: dict[str, Tensor], r0: int, r1: int) -> None:
-        """History of rows [r0, r1) from the store ``src`` to the slot ``dst``."""
+    def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
+        """Row r's ``length[r]`` tokens from ``start[r]`` of the store to ``to[r]`` of the slot."""
         ...
 
     def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
@@ -44,10 +44,10 @@ class CpuTransfer:
 
     up = down = bulk
 
-    def gather(self, dst: Tensor, src: Tensor, c: dict[str, Tensor], r0: int, r1: int) -> None:
-        columns = (c["start"], c["past"], c["slot_start"])
-        for start, past, to in zip(*(x[r0:r1].tolist() for x in columns), strict=True):
-            dst[to : to + past] = src[start : start + past]
+    def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
+        rows = zip(start.tolist(), length.tolist(), to.tolist(), strict=True)
+        for first, n, at in rows:
+            dst[at : at + n] = src[first : first + n]
 
     def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
         dst.index_copy_(0, index, src)
@@ -72,9 +72,8 @@ class CudaTransfer:
     def down(self, dst: Tensor, src: Tensor) -> None:
         self._kernels.copy_down(dst, src)
 
-    def gather(self, dst: Tensor, src: Tensor, c: dict[str, Tensor], r0: int, r1: int) -> None:
-        start, past, to = (c[name][r0:r1] for name in ("start", "past", "slot_start"))
-        self._kernels.gather_rows(dst, src, start, past, to, r1 - r0)
+    def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
+        self._kernels.gather_rows(dst, src, start, length, to, len(start))
 
     def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
         self._kernels.scatter_rows(dst, src, index)

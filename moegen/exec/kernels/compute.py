@@ -45,9 +45,8 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
     span, staged = p.span(task, step), p.slot("qkv", task, index)
     slot = p.buffers.kv[p.slot("kv", task, index)]
     rows = slice(span.r0, span.r1)
-    c = p.columns(step, index)
-    starts, lengths = c["slot_start"][rows], c["length"][rows]
-    slot.index_copy_(0, starts + lengths - 1, p.buffers.new_kv[staged, rows])
+    _, past, starts = p.history(task, step, index)
+    slot.index_copy_(0, starts + past, p.buffers.new_kv[staged, rows])
     q = p.buffers.q[staged, rows]
     out = p.buffers.attn_out[p.slot("attn_out", task, index), rows]
     if p.machinery.device.type == "cuda":
@@ -59,7 +58,7 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
             q,
             slot,
             starts,
-            lengths,
+            past + 1,
             out,
             n_heads=a.n_heads,
             n_kv_heads=a.n_kv_heads,
@@ -70,8 +69,8 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
             max_length=span.max_length,
         )
         return
-    bounds = zip(step.slot_start[rows].tolist(), step.length[rows].tolist(), strict=True)
-    out.copy_(p.family.attn_decode(q, [slot[at : at + n] for at, n in bounds]))
+    bounds = zip(starts.tolist(), past.tolist(), strict=True)
+    out.copy_(p.family.attn_decode(q, [slot[at : at + n + 1] for at, n in bounds]))
 
 
 def attn_prefill(p: Program, task: Task, index: int, step: Step) -> None:

@@ -54,9 +54,8 @@ def append_kv(p: Program, task: Task, index: int, step: Step) -> None:
 
 
 def fetch_kv(p: Program, task: Task, index: int, step: Step) -> None:
-    span, store = p.span(task, step), p.store.layers[task.id.layer]
     slot = p.buffers.kv[p.slot("kv", task, index)]
-    p.transfer.gather(slot, store, p.columns(step, index), span.r0, span.r1)
+    p.transfer.gather(slot, p.store.layers[task.id.layer], *p.history(task, step, index))
 
 
 def copy_counts(p: Program, task: Task, index: int, step: Step) -> None:
