@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from moegen.errors import InvalidInput
 from moegen.graph.memory import residency, ring_slots
-from moegen.graph.model import ModelSpec
+from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import OPS, expert_range
 from moegen.graph.passes import assemble
 from moegen.graph.shape import Shape
@@ -25,7 +25,7 @@ HOST_VALUES = ("host_tokens", "host_counts")
 def build(
     model: ModelSpec,
     s: Strategy,
-    phase: str = "decode",
+    phase: Phase = "decode",
     *,
     kv_len: int | None = None,
     prompt_len: int | None = None,
@@ -75,7 +75,7 @@ def build(
 
 def _shape(
     s: Strategy,
-    phase: str,
+    phase: Phase,
     kv_len: int | None,
     prompt_len: int | None,
     lengths: Sequence[int] | None,
@@ -91,13 +91,15 @@ def _shape(
         lengths = (given,) * s.B
     lowest = 0 if phase == "decode" else 1
     if not lengths or min(lengths) < lowest or any(n != int(n) for n in lengths):
-        raise InvalidInput(f"{phase} needs whole lengths of at least {lowest}, got {list(lengths)[:8]}")
+        raise InvalidInput(
+            f"{phase} needs whole lengths of at least {lowest}, got {list(lengths)[:8]}"
+        )
     if phase == "decode":
         return Shape(tuple(lengths), (1,) * len(lengths))
     return Shape((0,) * len(lengths), tuple(lengths))
 
 
-def lay_out(s: Strategy, phase: str, shape: Shape, slot_tokens: int | None = None) -> Layout:
+def lay_out(s: Strategy, phase: Phase, shape: Shape, slot_tokens: int | None = None) -> Layout:
     """Share the batch's rows between the CPU and the GPU's micro-batches, in order.
 
     In decode the CPU takes the leading rows whose KV bytes come nearest to ω of all;
@@ -135,9 +137,10 @@ class _Step:
     """Emits the tasks of one step in program order."""
 
     def __init__(
-        self, model: ModelSpec, s: Strategy, phase: str, layout: Layout, shape: Shape
+        self, model: ModelSpec, s: Strategy, phase: Phase, layout: Layout, shape: Shape
     ) -> None:
-        self.model, self.s, self.phase, self.layout, self.shape = model, s, phase, layout, shape
+        self.model, self.s, self.layout, self.shape = model, s, layout, shape
+        self.phase: Phase = phase
         self.resident = residency(model, s.s_params)
         self.tasks: list[Task] = []
         self.uses: dict[str, int] = {}
@@ -217,9 +220,8 @@ class _Step:
             sent, host_out = self.new("host_qkv"), self.new("host_attn")
             store = Value("kv_store_cpu", layer)
             self.add("send_qkv", layer, reads=[qkv], writes=[sent])
-            self.add(
-                "attn_cpu", layer, reads=[sent, store._replace(distance=1)], writes=[host_out, store]
-            )
+            reads = [sent, store._replace(distance=1)]
+            self.add("attn_cpu", layer, reads=reads, writes=[host_out, store])
             self.add("recv_attn", layer, reads=[host_out], writes=[out])
         store = Value("kv_store", layer)
         fetched = []
@@ -301,12 +303,11 @@ class _Step:
         out = max(x.out_width(self.phase) for x in attention)
         kv = max(x.kv_width for x in attention)
         batch_tokens = self.shape.tokens
-        parts = [self.layout.micro_batch(i) for i in range(len(self.layout.micro_batches))]
-        part_tokens = max((sum(self.shape.new[p] for p in part) for part in parts), default=0)
+        parts = self.layout.parts
+        new, past = self.shape.new, self.shape.past
+        part_tokens = max((sum(new[p.start : p.stop]) for p in parts), default=0)
         staged = part_tokens if self.phase == "prefill" else batch_tokens
-        slot_tokens = max(
-            (sum(self.shape.past[p] + 1 for p in part) for part in parts), default=0
-        )
+        slot_tokens = max((sum(past[p.start : p.stop]) + len(p) for p in parts), default=0)
         experts = max((x.n_experts for x in m.layers), default=0)
         rows = self.layout.rows
         sizes = {
@@ -314,7 +315,7 @@ class _Step:
             "dense_weights": (wanted["dense_weights"], max(x.dense_bytes for x in m.layers), "gpu"),
             "expert_weights": (
                 wanted["expert_weights"],
-                max(x.expert_bytes for x in m.layers) * self.s.expert_group,
+                max(x.expert_bytes + x.expert_scale_bytes for x in m.layers) * self.s.expert_group,
                 "gpu",
             ),
             "qkv": (2, staged * (q + kv) * a, "gpu"),

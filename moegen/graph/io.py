@@ -54,7 +54,7 @@ def _structure(g: TaskGraph) -> dict[str, Any]:
 
 
 def _work(g: TaskGraph) -> list[dict[str, Any] | None]:
-    return [None if t.work is None else asdict(t.work) for t in g.tasks]
+    return [None if t.work is None else dict(vars(t.work)) for t in g.tasks]
 
 
 def _digest(data: Any) -> str:
@@ -75,7 +75,7 @@ def structure_hash(g: TaskGraph) -> str:
 def shape_hash(g: TaskGraph) -> str:
     """SHA-256 over the structure, the shape and every task's work."""
     shape = None if g.shape is None else g.shape.to_dict()
-    return _digest([structure_hash(g), shape, _work(g)])
+    return _digest([g.structure_hash, shape, _work(g)])
 
 
 def to_dict(g: TaskGraph) -> dict[str, Any]:

@@ -7,9 +7,10 @@ a token, C tokens of history. Weights count once a task, however many tokens use
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moegen.graph.model import Layer
+from moegen.graph.model import Part as Weights
 from moegen.graph.shape import Part, Sizes
 from moegen.graph.task import NO_WORK, Lane, TaskId, Work
 
@@ -33,7 +34,9 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
-def _op(name: str, lane: Lane, does: str, *, host_reads: bool = False) -> Callable[[WorkFn], WorkFn]:
+def _op(
+    name: str, lane: Lane, does: str, *, host_reads: bool = False
+) -> Callable[[WorkFn], WorkFn]:
     def register(fn: WorkFn) -> WorkFn:
         OPS[name] = Op(name, lane, does, fn, host_reads)
         return fn
@@ -56,26 +59,19 @@ def task_experts(z: Sizes, t: TaskId) -> Sequence[int]:
     return expert_range(z.layer(t).n_experts, resident, group, t.expert)
 
 
-def _dense_bytes(layer: Layer, params: int) -> float:
-    """Bytes of ``params`` of a layer's dense parameters."""
-    total = layer.dense_params
-    return layer.dense_bytes * params / total if total else 0.0
-
-
-def _context(layer: Layer, past: int) -> int:
-    """Tokens one new token attends to, itself included."""
-    window = layer.attention.window
-    return past + 1 if window is None else min(past + 1, window)
-
-
-def _matmul(z: Sizes, tokens: int, params: int, weight_bytes: float, io: float, rows: int) -> Work:
+def _matmul(
+    z: Sizes, tokens: int, weights: Weights, io: float, rows: int, launches: int = 1
+) -> Work:
+    """Products of ``tokens`` rows with ``weights``, which each launch reads anew."""
     if tokens == 0:
         return NO_WORK
+    weight_bytes = launches * (weights.bytes + weights.scale_bytes)
     return Work(
-        flops=2.0 * tokens * params,
+        flops=2.0 * tokens * weights.params,
         gpu_bytes=weight_bytes + io * z.model.act_bytes,
         tokens=tokens,
         rows=rows,
+        launches=launches,
     )
 
 
@@ -102,7 +98,7 @@ def _pre_attn(z: Sizes, t: TaskId) -> Work:
     layer, part = z.layer(t), z.part(t)
     a, n = layer.attention, part.tokens
     io = n * (z.model.hidden + a.q_width(z.phase) + a.kv_width)
-    return _matmul(z, n, layer.pre_params, _dense_bytes(layer, layer.pre_params), io, part.rows)
+    return _matmul(z, n, layer.pre, io, part.rows)
 
 
 @_op("send_qkv", Lane.ACT, "queries and new KV of the CPU's rows go down")
@@ -115,9 +111,8 @@ def _send_qkv(z: Sizes, t: TaskId) -> Work:
 def _decode_attention(z: Sizes, layer: Layer, part: Part) -> tuple[float, float]:
     """FLOPs and KV bytes of decode attention over ``part``."""
     a = layer.attention
-    contexts = [_context(layer, past) for past in part.past]
-    # decode_flops is linear in the context, so one call with the sum will do.
-    return a.decode_flops(sum(contexts)), sum(contexts) * a.kv_width * z.model.act_bytes
+    flops, span = a.decode_flops(part.contexts), a.kv_span(part.contexts)
+    return int(flops.sum()), int(span.sum()) * a.kv_width * z.model.act_bytes
 
 
 @_op("attn_cpu", Lane.CPU, "new KV into the store, then decode attention of the CPU's rows")
@@ -144,7 +139,7 @@ def _append_kv(z: Sizes, t: TaskId) -> Work:
 @_op("fetch_kv", Lane.KV, "a micro-batch's history from the host store to its slot")
 def _fetch_kv(z: Sizes, t: TaskId) -> Work:
     part, layer = z.part(t), z.layer(t)
-    tokens = sum(_context(layer, past) - 1 for past in part.past)
+    tokens = int(layer.attention.kv_span(part.contexts).sum()) - part.rows
     nbytes = tokens * layer.attention.kv_width * z.model.act_bytes
     return Work(h2d_bytes=nbytes, tokens=tokens, rows=part.rows) if nbytes else NO_WORK
 
@@ -165,7 +160,7 @@ def _attn_prefill(z: Sizes, t: TaskId) -> Work:
         return NO_WORK
     io = part.tokens * (a.q_width(z.phase) + a.kv_width + a.out_width(z.phase))
     return Work(
-        flops=sum(a.prefill_flops(n) for n in part.new),
+        flops=int(a.prefill_flops(part.new).sum()),
         gpu_bytes=io * z.model.act_bytes,
         tokens=part.tokens,
         rows=part.rows,
@@ -177,15 +172,14 @@ def _post_attn(z: Sizes, t: TaskId) -> Work:
     layer, part = z.layer(t), z.part(t)
     n = part.tokens
     io = n * (3 * z.model.hidden + layer.attention.out_width(z.phase))
-    return _matmul(z, n, layer.post_params, _dense_bytes(layer, layer.post_params), io, part.rows)
+    return _matmul(z, n, layer.post, io, part.rows)
 
 
 @_op("route", Lane.GPU, "the k experts of each token, and the tokens in expert order")
 def _route(z: Sizes, t: TaskId) -> Work:
     layer, n = z.layer(t), z.all.tokens
     io = n * (z.model.hidden + layer.n_experts)
-    weights = _dense_bytes(layer, layer.router_params)
-    return _matmul(z, n, layer.router_params, weights, io, z.all.rows)
+    return _matmul(z, n, layer.router, io, z.all.rows)
 
 
 @_op("copy_counts", Lane.ACT, "tokens per expert go down; the host waits for them")
@@ -197,16 +191,14 @@ def _copy_counts(z: Sizes, t: TaskId) -> Work:
 def _shared_expert(z: Sizes, t: TaskId) -> Work:
     layer, n = z.layer(t), z.all.tokens
     io = n * (2 * z.model.hidden + 3 * layer.shared_intermediate)
-    weights = _dense_bytes(layer, layer.shared_params)
-    return _matmul(z, n, layer.shared_params, weights, io, z.all.rows)
+    return _matmul(z, n, layer.shared, io, z.all.rows)
 
 
 @_op("dense_mlp", Lane.GPU, "the MLP of a layer without experts, with its residual")
 def _dense_mlp(z: Sizes, t: TaskId) -> Work:
     layer, n = z.layer(t), z.all.tokens
     io = n * (3 * z.model.hidden + 3 * layer.dense_intermediate)
-    weights = _dense_bytes(layer, layer.dense_mlp_params)
-    return _matmul(z, n, layer.dense_mlp_params, weights, io, z.all.rows)
+    return _matmul(z, n, layer.dense_mlp, io, z.all.rows)
 
 
 @_op("copy_expert", Lane.BULK, "one expert's weights, or a group's, to their slot", host_reads=True)
@@ -217,7 +209,9 @@ def _copy_expert(z: Sizes, t: TaskId) -> Work:
         experts = [e for e in experts if e >= resident]
     if not experts:
         return NO_WORK
-    return Work(h2d_bytes=len(experts) * z.layer(t).expert_bytes, launches=len(experts))
+    expert = z.layer(t).expert
+    nbytes = len(experts) * (expert.bytes + expert.scale_bytes)
+    return Work(h2d_bytes=nbytes, launches=len(experts))
 
 
 @_op("expert", Lane.GPU, "an expert's MLP over its tokens, b_e at a time", host_reads=True)
@@ -227,8 +221,7 @@ def _expert(z: Sizes, t: TaskId) -> Work:
     n = sum(used)
     tiles = sum(-(-c // z.strategy.b_e) for c in used)
     io = n * (2 * z.model.hidden + 3 * layer.moe_intermediate)
-    work = _matmul(z, n, layer.expert_params, tiles * layer.expert_bytes, io, z.all.rows)
-    return replace(work, launches=tiles) if n else work
+    return _matmul(z, n, layer.expert, io, z.all.rows, launches=tiles)
 
 
 @_op("combine", Lane.GPU, "weighted sum of each token's experts, and the residual")
@@ -241,8 +234,8 @@ def _combine(z: Sizes, t: TaskId) -> Work:
 @_op("lm_head", Lane.GPU, "logits [R, V] of each row's last token")
 def _lm_head(z: Sizes, t: TaskId) -> Work:
     m, rows = z.model, z.all.rows
-    params = m.hidden * m.vocab
-    return _matmul(z, rows, params, params * m.act_bytes, rows * (m.hidden + m.vocab), rows)
+    weights = m.embed if m.tie_embeddings else m.lm_head
+    return _matmul(z, rows, weights, rows * (m.hidden + m.vocab), rows)
 
 
 @_op("sample", Lane.GPU, "the next token of each row")

@@ -21,7 +21,11 @@ from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Ring, Task, TaskGrap
 
 
 def assemble(
-    tasks: Sequence[Task], rings: Mapping[str, Ring], *, host_values: Iterable[str] = (), **meta: Any
+    tasks: Sequence[Task],
+    rings: Mapping[str, Ring],
+    *,
+    host_values: Iterable[str] = (),
+    **meta: Any,
 ) -> TaskGraph:
     """Derive every edge of a step and freeze the graph.
 
@@ -61,7 +65,9 @@ def assemble(
 
 
 def _data_edges(
-    tasks: Sequence[Task], writers: Mapping[tuple[str, int], list[Task]], host_values: frozenset[str]
+    tasks: Sequence[Task],
+    writers: Mapping[tuple[str, int], list[Task]],
+    host_values: frozenset[str],
 ) -> Iterable[Edge]:
     position = {t.id: i for i, t in enumerate(tasks)}
     for t in tasks:
@@ -70,12 +76,13 @@ def _data_edges(
             if not sources:
                 raise GraphError(f"{t.id} reads {v.buffer}[{v.index}], which no task writes")
             host = v.buffer in host_values and OPS[t.id.op].host_reads
+            reason = Reason(EdgeKind.DATA, v.distance, v.buffer, host)
             for u in sources:
                 if u is t:
                     continue
                 if v.distance == 0 and position[u.id] > position[t.id]:
                     raise GraphError(f"{t.id} reads {v.buffer}[{v.index}] before {u.id} writes it")
-                yield Edge(u.id, t.id, Reason(EdgeKind.DATA, v.distance, v.buffer, host))
+                yield Edge(u.id, t.id, reason)
 
 
 def _buffer_edges(
@@ -89,7 +96,8 @@ def _buffer_edges(
     for buffer, used_by in lanes.items():
         if len(used_by) > 1 and buffer not in rings:
             raise GraphError(
-                f"buffer {buffer} crosses lanes {', '.join(sorted(used_by))} without a ring of slots"
+                f"buffer {buffer} crosses lanes {', '.join(sorted(used_by))} "
+                f"without a ring of slots"
             )
     for ring in rings.values():
         if ring.slots == 0 or len(lanes[ring.name]) <= 1:
@@ -101,10 +109,10 @@ def _buffer_edges(
             distance = 0
             if before < 0:
                 before, distance = before + ring.uses, 1
+            reason = Reason(EdgeKind.BUFFER, distance, ring.name)
             for w in writers[ring.name, n]:
                 for u in users[ring.name, before]:
                     if u is not w:
-                        reason = Reason(EdgeKind.BUFFER, distance, ring.name)
                         yield Edge(u.id, w.id, reason)
 
 

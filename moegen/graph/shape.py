@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
+
+import numpy as np
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.memory import residency
-from moegen.graph.model import Layer, ModelSpec
-from moegen.graph.task import NO_WORK, Layout, TaskGraph, TaskId
+from moegen.graph.model import Layer, ModelSpec, Phase
+from moegen.graph.task import NO_WORK, Layout, Task, TaskGraph, TaskId, Work
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Shape:
                 f"a shape needs as many histories as new lengths, got {len(self.past)} and "
                 f"{len(self.new)}"
             )
-        if any(n < 0 for n in (*self.past, *self.new)):
+        if min(self.past, default=0) < 0 or min(self.new, default=0) < 0:
             raise InvalidInput("row lengths cannot be negative")
 
     @classmethod
@@ -69,7 +70,9 @@ class Shape:
         return {
             "past": _fold(self.past),
             "new": _fold(self.new),
-            "expert_tokens": None if experts is None else {str(k): list(v) for k, v in experts.items()},
+            "expert_tokens": None
+            if experts is None
+            else {str(k): list(v) for k, v in experts.items()},
         }
 
     @classmethod
@@ -97,12 +100,15 @@ def _unfold(runs: Sequence[Sequence[int]]) -> list[int]:
     return [v for v, n in runs for _ in range(n)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
-    """The live rows of one share of the batch (all, the CPU's, a micro-batch's)."""
+    """The live rows of one share of the batch (all, the CPU's, a micro-batch's).
 
-    past: tuple[int, ...]
-    new: tuple[int, ...]
+    ``past`` and ``new`` are int64, shape [rows].
+    """
+
+    past: np.ndarray
+    new: np.ndarray
 
     @property
     def rows(self) -> int:
@@ -110,11 +116,12 @@ class Part:
 
     @cached_property
     def tokens(self) -> int:
-        return sum(self.new)
+        return int(self.new.sum())
 
-    @cached_property
-    def history(self) -> int:
-        return sum(self.past)
+    @property
+    def contexts(self) -> np.ndarray:
+        """Decode: tokens up to each row's new one, itself included; shape [rows]."""
+        return self.past + 1
 
 
 class Sizes:
@@ -139,23 +146,22 @@ class Sizes:
         self.model: ModelSpec = g.model
         self.layout: Layout = g.layout
         self.strategy = g.strategy
-        self.phase = g.phase
+        self.phase: Phase = g.phase
         self.shape = shape
         self.residency = residency(g.model, g.strategy.s_params)
+        self._past = np.array(shape.past, dtype=np.int64)
+        self._new = np.array(shape.new, dtype=np.int64)
         self.all = self._part(range(shape.rows))
         self.cpu = self._part(g.layout.cpu)
-        starts = [g.layout.cpu_rows, *g.layout.micro_batches]
-        bounds = list(accumulate(starts))
-        self.micro_batches = tuple(
-            self._part(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)
-        )
+        self.micro_batches = tuple(self._part(p) for p in g.layout.parts)
         self.gpu_rows = self._part(range(g.layout.cpu_rows, shape.rows))
+        self._expert_tokens: dict[int, Sequence[int]] = {}
+        self._ranked: dict[int, list[int]] = {}
 
     def _part(self, positions: range) -> Part:
-        live = [p for p in positions if self.shape.new[p]]
-        return Part(
-            tuple(self.shape.past[p] for p in live), tuple(self.shape.new[p] for p in live)
-        )
+        past = self._past[positions.start : positions.stop]
+        new = self._new[positions.start : positions.stop]
+        return Part(past[new > 0], new[new > 0])
 
     def part(self, task_id: TaskId) -> Part:
         """The rows a task works on."""
@@ -167,6 +173,11 @@ class Sizes:
 
     def expert_tokens(self, layer: int) -> Sequence[int]:
         """Tokens per expert: those given, or an even routing's whole numbers."""
+        if layer not in self._expert_tokens:
+            self._expert_tokens[layer] = self._count_tokens(layer)
+        return self._expert_tokens[layer]
+
+    def _count_tokens(self, layer: int) -> Sequence[int]:
         given = self.shape.expert_tokens
         if given is not None and layer in given:
             return given[layer]
@@ -189,20 +200,37 @@ class Sizes:
 
     def ranked_experts(self, layer: int) -> list[int]:
         """Active experts in the order in which rank tasks take them."""
-        return [e for e, n in enumerate(self.expert_tokens(layer)) if n]
+        if layer not in self._ranked:
+            self._ranked[layer] = [e for e, n in enumerate(self.expert_tokens(layer)) if n]
+        return self._ranked[layer]
 
 
 def bind(g: TaskGraph, shape: Shape) -> TaskGraph:
     """``g`` with the work of ``shape`` in each task; the structure stays as it is."""
-    from moegen.graph.ops import OPS
-
     if g.n_steps != 1:
         raise GraphError("bind a step before unrolling it")
     sizes = Sizes(g, shape)
+    # Layers of a class are one object, and what is the same for them is worked out once:
+    # all but the tasks of experts, whose tokens and residency are each layer's own.
+    shared: dict[tuple[str, int, int], Work] = {}
     tasks = []
     for t in g.tasks:
-        work = OPS[t.id.op].work(sizes, t.id)
-        if not all(math.isfinite(x) and x >= 0 for x in (work.flops, work.gpu_bytes)):
-            raise GraphError(f"{t.id} was given work that is negative or not finite: {work}")
-        tasks.append(replace(t, work=work if work.launches else NO_WORK))
+        op, _, _, layer, microbatch, expert = t.id
+        if expert >= 0:
+            work = _work(sizes, t)
+        else:
+            key = (op, id(sizes.model.layers[layer]), microbatch)
+            work = shared.get(key)
+            if work is None:
+                work = shared[key] = _work(sizes, t)
+        tasks.append(Task(t.id, t.lane, t.reads, t.writes, work))
     return g.with_tasks(tasks, shape)
+
+
+def _work(sizes: Sizes, t: Task) -> Work:
+    from moegen.graph.ops import OPS
+
+    work = OPS[t.id.op].work(sizes, t.id)
+    if not (0 <= work.flops < math.inf and 0 <= work.gpu_bytes < math.inf):
+        raise GraphError(f"{t.id} was given work that is negative or not finite: {work}")
+    return work if work.launches else NO_WORK

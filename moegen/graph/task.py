@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ import networkx as nx
 from moegen.errors import GraphError
 
 if TYPE_CHECKING:
-    from moegen.graph.model import ModelSpec
+    from moegen.graph.model import ModelSpec, Phase
     from moegen.graph.shape import Shape
     from moegen.graph.strategy import Strategy
 
@@ -47,7 +48,7 @@ class TaskId(NamedTuple):
     """Name of a task; -1 where a field does not apply. Sorts, hashes, survives JSON."""
 
     op: str
-    phase: str
+    phase: Phase
     step: int = 0
     layer: int = -1
     microbatch: int = -1
@@ -184,10 +185,30 @@ class Layout:
         """Batch positions that attend on the CPU."""
         return range(self.cpu_rows)
 
+    @cached_property
+    def parts(self) -> tuple[range, ...]:
+        """Batch positions of each micro-batch."""
+        bounds = pairwise(accumulate(self.micro_batches, initial=self.cpu_rows))
+        return tuple(range(start, stop) for start, stop in bounds)
+
     def micro_batch(self, m: int) -> range:
         """Batch positions of micro-batch ``m``."""
-        start = self.cpu_rows + sum(self.micro_batches[:m])
-        return range(start, start + self.micro_batches[m])
+        return self.parts[m]
+
+
+def _acyclic(followers: Sequence[Sequence[int]]) -> bool:
+    """Whether every node comes up when each waits for those it follows (Kahn)."""
+    waits_for = [0] * len(followers)
+    for nodes in followers:
+        for v in nodes:
+            waits_for[v] += 1
+    ready = [u for u, n in enumerate(waits_for) if n == 0]
+    for u in ready:  # grows as it goes
+        for v in followers[u]:
+            waits_for[v] -= 1
+            if waits_for[v] == 0:
+                ready.append(v)
+    return len(ready) == len(followers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +234,7 @@ class TaskGraph:
     tasks: tuple[Task, ...]
     edges: tuple[Edge, ...]
     rings: Mapping[str, Ring] = field(default_factory=dict)
-    phase: str = "decode"
+    phase: Phase = "decode"
     model: ModelSpec | None = None
     strategy: Strategy | None = None
     layout: Layout | None = None
@@ -224,19 +245,20 @@ class TaskGraph:
         object.__setattr__(self, "tasks", tuple(self.tasks))
         object.__setattr__(self, "edges", tuple(self.edges))
         object.__setattr__(self, "rings", MappingProxyType(dict(self.rings)))
-        names = {t.id for t in self.tasks}
-        if len(names) != len(self.tasks):
+        position = {t.id: i for i, t in enumerate(self.tasks)}
+        if len(position) != len(self.tasks):
             raise GraphError("two tasks of the graph have the same TaskId")
-        for e in self.edges:
-            if e.src not in names or e.dst not in names:
-                raise GraphError(f"edge {e.src} -> {e.dst} names a task the graph does not have")
-            if e.reason.distance not in (0, 1):
-                raise GraphError(f"edge {e.src} -> {e.dst} spans {e.reason.distance} steps")
-        try:
+        followers: list[list[int]] = [[] for _ in self.tasks]
+        for src, dst, reason in self.edges:
+            if src not in position or dst not in position:
+                raise GraphError(f"edge {src} -> {dst} names a task the graph does not have")
+            if reason.distance == 0:
+                followers[position[src]].append(position[dst])
+            elif reason.distance != 1:
+                raise GraphError(f"edge {src} -> {dst} spans {reason.distance} steps")
+        if not _acyclic(followers):
             cycle = nx.find_cycle(self.step_dag)
-        except nx.NetworkXNoCycle:
-            return
-        raise GraphError("tasks wait for each other: " + " -> ".join(str(u) for u, _ in cycle))
+            raise GraphError("tasks wait for each other: " + " -> ".join(str(u) for u, _ in cycle))
 
     def __getitem__(self, task_id: TaskId) -> Task:
         return self._by_id[task_id]
@@ -306,8 +328,20 @@ class TaskGraph:
         return MappingProxyType({k: tuple(v) for k, v in into.items()})
 
     def with_tasks(self, tasks: Sequence[Task], shape: Shape | None) -> TaskGraph:
-        """The same structure with other work."""
-        return replace(self, tasks=tuple(tasks), shape=shape)
+        """The same structure with other work: ``tasks`` differ in nothing else.
+
+        Raises
+        ------
+        GraphError
+            If they are not the graph's tasks in its order.
+        """
+        if [t.id for t in tasks] != [t.id for t in self.tasks]:
+            raise GraphError("other work needs the graph's own tasks, in their order")
+        # Not checked anew, as `replace` would: what was checked is the structure.
+        g = object.__new__(TaskGraph)
+        vars(g).update({f.name: vars(self)[f.name] for f in fields(self)})
+        vars(g).update(tasks=tuple(tasks), shape=shape)
+        return g
 
     def without(self, kind: EdgeKind, buffer: str) -> TaskGraph:
         """The graph less one class of edges: what a test takes out to see that it matters."""
