@@ -152,7 +152,10 @@ def main() -> None:
             # The first steps fill the pipeline: the period is that of the later ones.
             ends = tl.step_end_s
             period = float(ends[-1] - ends[2]) / (len(ends) - 3)
-            contended, free = bound(g, mg.CostModel.roofline(hw)), bound(g, mg.CostModel.roofline(alone))
+            contended, free = (
+                bound(g, mg.CostModel.roofline(hw)),
+                bound(g, mg.CostModel.roofline(alone)),
+            )
             predicted = mg.simulate(g, mg.CostModel.roofline(alone), steps=4).period_s
             frame = tl.to_frame()
             points.append(

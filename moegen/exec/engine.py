@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from moegen.errors import InvalidInput
-from moegen.exec.buffers import Capacity
 from moegen.exec.families import family_for
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.kv import KVStore
 from moegen.exec.lanes import pick_device
-from moegen.exec.program import Machinery, Program
-from moegen.exec.record import Recorder
-from moegen.exec.runner import Delays, Runner
-from moegen.exec.step import Row, Step
+from moegen.exec.loading import DTYPES, cores, hardware_of, load_tokenizer, torch_dtype
+from moegen.exec.program import Machinery
+from moegen.exec.prompts import to_sequences
+from moegen.exec.runner import Delays
+from moegen.exec.synthetic import run_synthetic
 from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights, Progress
 from moegen.graph.hardware import HardwareSpec
@@ -33,8 +32,6 @@ from moegen.graph.workload import Workload
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Engine:
         if threads is None:
             # On CUDA one core is left to the threads that issue work; on CPU lanes torch's
             # own threads do the work.
-            threads = max(1, _cores() - 1) if device.type == "cuda" else 1
+            threads = max(1, cores() - 1) if device.type == "cuda" else 1
         pool = ThreadPoolExecutor(threads, "moegen-attn", torch.set_num_threads, (1,))
         family = weights.family
         head = weights.head if device.type == "cpu" else weights.head.to(device)
@@ -159,9 +156,9 @@ class Engine:
         if dtype is not None:
             spec = spec.with_(dtype=dtype)
         where = pick_device(device)
-        family = family_for(spec, _torch_dtype(spec, dtype), where)
-        hardware = _hardware(where, gpu_memory_bytes, host_memory_bytes)
-        tokenizer = _tokenizer(Path(path))
+        family = family_for(spec, torch_dtype(spec, dtype), where)
+        hardware = hardware_of(where, gpu_memory_bytes, host_memory_bytes)
+        tokenizer = load_tokenizer(path)
         weights = HostWeights.load(path, spec, family, pin=where.type == "cuda", progress=progress)
         return cls(
             spec,
@@ -192,7 +189,7 @@ class Engine:
         where = pick_device(device)
         family = family_for(model, DTYPES[dtype], where)
         weights = HostWeights.random(model, family, seed=seed, pin=where.type == "cuda")
-        hardware = _hardware(where, gpu_memory_bytes, host_memory_bytes)
+        hardware = hardware_of(where, gpu_memory_bytes, host_memory_bytes)
         return cls(model, weights, device=where, hardware=hardware, plan=plan, threads=threads)
 
     def generate(
@@ -234,7 +231,7 @@ class Engine:
         Infeasible
             If the plan does not fit the machine.
         """
-        rows = self._rows(prompts, max_new_tokens, forced)
+        rows = to_sequences(self.model, self.tokenizer, prompts, max_new_tokens, forced)
         done: dict[int, Completion] = {}
         if not rows:
             return []
@@ -257,7 +254,8 @@ class Engine:
         )
         batches = [rows[i : i + plan.decode.B] for i in range(0, len(rows), plan.decode.B)]
         most = max(sum(s.room for s in batch) for batch in batches)
-        store = self._store(most)
+        family = self.machinery.family
+        store = KVStore(self.model, most, family.dtype, pin=self.device.type == "cuda")
         try:
             for batch in batches:
                 generation.run(batch, store)
@@ -271,38 +269,7 @@ class Engine:
 
         Every step has the graph's shape, so the Timeline compares with a simulated one.
         """
-        if g.shape is None or g.layout is None or g.strategy is None:
-            raise InvalidInput("the graph has no shape: build it, or bind one")
-        shape, layout = g.shape, g.layout
-        store = self._store(sum(shape.past) + shape.tokens)
-        starts = store.allocate([p + n for p, n in zip(shape.past, shape.new, strict=True)])
-        generator = torch.Generator().manual_seed(0)
-        for layer in store.layers:
-            pattern = torch.randn(1021, layer.shape[1], generator=generator).to(layer.dtype)
-            for at in range(0, len(layer), 1021):
-                layer[at : at + 1021] = pattern[: len(layer) - at]
-        vocab = self.model.vocab
-        rows = [
-            Row(start, past, [(start + 7 * i) % vocab for i in range(new)]) if new else None
-            for start, past, new in zip(starts, shape.past, shape.new, strict=True)
-        ]
-        recorder = Recorder(g, steps)
-
-        def source(index: int) -> Step | None:
-            if index >= steps:
-                return None
-            step = Step(layout, rows)
-            recorder.bound(index, step)
-            return step
-
-        try:
-            program = Program(g, self.machinery, store, _capacity(g), source)
-            Runner(
-                g, program, self.device, delays=delays, on_records=recorder.add
-            ).run()
-        finally:
-            store.close()
-        return recorder.timeline()
+        return run_synthetic(g, self.machinery, steps, delays)
 
     def close(self) -> None:
         """Stop threads and give pinned memory back."""
@@ -317,49 +284,6 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {self.model.name} on {self.device}: {self.weights!r}>"
-
-    def _store(self, tokens: int) -> KVStore:
-        family = self.machinery.family
-        return KVStore(self.model, tokens, family.dtype, pin=self.device.type == "cuda")
-
-    def _rows(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        max_new_tokens: int | Sequence[int],
-        forced: Sequence[Sequence[int]] | None,
-    ) -> list[SequenceState]:
-        n = len(prompts)
-        each = [max_new_tokens] * n if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        for name, given in (("max_new_tokens", each), ("forced", forced)):
-            if given is not None and len(given) != n:
-                raise InvalidInput(f"{name} has {len(given)} entries for {n} prompts")
-        rows = []
-        for i, (prompt, most) in enumerate(zip(prompts, each, strict=True)):
-            ids = self._encode(prompt) if isinstance(prompt, str) else [int(x) for x in prompt]
-            own = None if forced is None else [int(x) for x in forced[i]]
-            self._check(i, ids, most)
-            rows.append(SequenceState(i, ids, most if own is None else min(most, len(own)), own))
-        return rows
-
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise InvalidInput("this engine has no tokenizer: give token ids instead of text")
-        return list(self.tokenizer(text)["input_ids"])
-
-    def _check(self, i: int, ids: list[int], most: int) -> None:
-        if not ids:
-            raise InvalidInput(f"prompt {i} is empty: it has no tokens to start from")
-        if most < 1:
-            raise InvalidInput(f"prompt {i}: max_new_tokens must be at least 1, got {most}")
-        limit = self.model.max_context
-        if len(ids) + most > limit:
-            raise InvalidInput(
-                f"prompt {i} has {len(ids)} tokens and may generate {most}: together "
-                f"{len(ids) + most - limit} more than the model's context of {limit}; shorten "
-                f"it or lower max_new_tokens"
-            )
-        if min(ids) < 0 or max(ids) >= self.model.vocab:
-            raise InvalidInput(f"prompt {i} has a token id outside [0, {self.model.vocab})")
 
     def _resolve(self, work: Workload) -> Plan:
         model, hw, given = self.model, self.hardware, self._given
@@ -392,48 +316,3 @@ class Engine:
             finish_reason=s.finish,
             logits=torch.stack(s.logits) if logits else None,
         )
-
-
-def _capacity(g: TaskGraph) -> Capacity:
-    """What the graph's own shape asks for."""
-    assert g.shape is not None and g.layout is not None
-    shape, layout = g.shape, g.layout
-    parts = [layout.micro_batch(m) for m in range(len(layout.micro_batches))]
-    new = [sum(shape.new[p] for p in part) for part in parts]
-    slot = [sum(shape.past[p] + 1 for p in part) for part in parts]
-    decode = g.phase == "decode"
-    return Capacity(
-        rows=layout.rows,
-        tokens=shape.tokens,
-        staged_tokens=shape.tokens if decode else max(new),
-        slot_tokens=max(slot, default=0) if decode else 0,
-    )
-
-
-def _torch_dtype(spec: ModelSpec, dtype: str | None) -> torch.dtype:
-    name = dtype or spec.hf.get("dtype") or spec.hf.get("torch_dtype") or "bfloat16"
-    if name not in DTYPES:
-        raise InvalidInput(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[name]
-
-
-def _hardware(device: torch.device, gpu: int | None, host: int | None) -> HardwareSpec:
-    hw = HardwareSpec.detect()
-    limits: Mapping[str, int | None] = {"gpu_memory_bytes": gpu, "host_memory_bytes": host}
-    given = {k: v for k, v in limits.items() if v is not None}
-    if device.type == "cpu" and gpu is None:
-        # CPU lanes keep their "GPU" slots in host memory.
-        hw = replace(hw, gpu_memory_bytes=hw.host_memory_bytes)
-    return hw.with_(**given) if given else hw
-
-
-def _tokenizer(path: Path) -> Any:
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

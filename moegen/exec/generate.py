@@ -22,6 +22,7 @@ from moegen.exec.runner import Delays, Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.build import build
 from moegen.graph.strategy import Plan
+from moegen.graph.task import TaskGraph
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
@@ -186,7 +187,7 @@ class Generation:
 
     def _steps(
         self,
-        graph,  # noqa: ANN001
+        graph: TaskGraph,
         store: KVStore,
         capacity: Capacity,
         rows: Callable[[int], tuple[Step, Sequence[SequenceState]] | None],
@@ -219,7 +220,9 @@ class Generation:
         runner.run()
         self.timelines.append(recorder.timeline())
 
-    def _take(self, program: Program, phase: str, step: Step, live: Sequence[SequenceState]) -> None:
+    def _take(
+        self, program: Program, phase: str, step: Step, live: Sequence[SequenceState]
+    ) -> None:
         tokens = program.sampled(step)
         logits = program.logits(step) if self.keep_logits else None
         for i, (s, token) in enumerate(zip(live, tokens, strict=True)):

@@ -18,9 +18,9 @@ from moegen.errors import GraphError
 from moegen.exec.buffers import Buffers, Capacity
 from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
-from moegen.exec.transfer import Transfer
 from moegen.exec.kv import KVStore
 from moegen.exec.step import Span, Step
+from moegen.exec.transfer import Transfer
 from moegen.exec.weights import HostWeights
 from moegen.graph.ops import expert_range
 from moegen.graph.residency import residency
@@ -134,7 +134,10 @@ class Program:
         )
         self.scratch = Scratch()
         self._values = {
-            (t.id, v.buffer): v for t in graph.tasks for v in (*t.reads, *t.writes) if not v.distance
+            (t.id, v.buffer): v
+            for t in graph.tasks
+            for v in (*t.reads, *t.writes)
+            if not v.distance
         }
 
     # -- what the runner asks ----------------------------------------------------------

@@ -63,6 +63,7 @@ class Family(ABC):
     """
 
     rms_norm_eps = 1e-6  # where the configuration does not say
+    scale: float  # of attention scores, before the softmax
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu"

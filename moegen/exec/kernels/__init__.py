@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from moegen.errors import GraphError
 from moegen.exec.kernels import compute, copies
@@ -23,11 +23,12 @@ def check_registry(kernels: Mapping[str, KernelFn]) -> None:
     """
     odd = kernels.keys() ^ OPS.keys()
     if odd:
-        raise GraphError(f"ops without a kernel, or kernels without an op: {', '.join(sorted(odd))}")
+        names = ", ".join(sorted(odd))
+        raise GraphError(f"ops without a kernel, or kernels without an op: {names}")
 
 
 KERNELS: dict[str, KernelFn] = {
-    name: fn
+    name: cast(KernelFn, fn)
     for module in (compute, copies)
     for name, fn in vars(module).items()
     if name in OPS and callable(fn)

@@ -1,0 +1,52 @@
+"""What an engine starts from: dtype, machine limits, tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moegen.errors import InvalidInput
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.model import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def torch_dtype(spec: ModelSpec, dtype: str | None) -> torch.dtype:
+    """The dtype called ``dtype``, else the checkpoint's own."""
+    name = dtype or spec.hf.get("dtype") or spec.hf.get("torch_dtype") or "bfloat16"
+    if name not in DTYPES:
+        raise InvalidInput(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def hardware_of(device: torch.device, gpu: int | None, host: int | None) -> HardwareSpec:
+    """The machine at hand, within the given limits in bytes."""
+    hw = HardwareSpec.detect()
+    limits: Mapping[str, int | None] = {"gpu_memory_bytes": gpu, "host_memory_bytes": host}
+    given = {k: v for k, v in limits.items() if v is not None}
+    if device.type == "cpu" and gpu is None:
+        # CPU lanes keep their "GPU" slots in host memory.
+        hw = replace(hw, gpu_memory_bytes=hw.host_memory_bytes)
+    return hw.with_(**given) if given else hw
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The checkpoint folder's tokenizer; None if it has none."""
+    folder = Path(path)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

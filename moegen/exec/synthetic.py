@@ -1,0 +1,90 @@
+"""Running a graph on made-up rows of its own shape, to measure what was simulated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from moegen.errors import InvalidInput
+from moegen.exec.buffers import Capacity
+from moegen.exec.kv import KVStore
+from moegen.exec.program import Machinery, Program
+from moegen.exec.record import Recorder
+from moegen.exec.runner import Delays, Runner
+from moegen.exec.step import Row, Step
+from moegen.graph.task import TaskGraph
+
+if TYPE_CHECKING:
+    from moegen.timeline import Timeline
+
+_PATTERN_TOKENS = 1021  # prime, so that no row repeats another
+
+
+def run_synthetic(
+    g: TaskGraph, machinery: Machinery, steps: int, delays: Delays | None = None
+) -> Timeline:
+    """Run ``steps`` steps of ``g``, each of exactly the graph's shape, KV filled.
+
+    Raises
+    ------
+    InvalidInput
+        If the graph has no shape, is of another model, or ``steps`` is below 1.
+    """
+    if g.shape is None or g.layout is None:
+        raise InvalidInput("the graph has no shape: build it, or bind one")
+    model = machinery.family.spec
+    if g.model is None or (g.model.n_layers, g.model.hidden) != (model.n_layers, model.hidden):
+        name = "no model" if g.model is None else g.model.name
+        raise InvalidInput(f"the graph is of {name} and the engine holds {model.name}")
+    if steps < 1:
+        raise InvalidInput(f"cannot run {steps} steps: at least 1")
+    shape, layout = g.shape, g.layout
+    lengths = [p + n for p, n in zip(shape.past, shape.new, strict=True)]
+    pin = machinery.device.type == "cuda"
+    store = KVStore(model, sum(lengths), machinery.family.dtype, pin=pin)
+    _fill(store)
+    rows = [
+        Row(start, past, [(start + 7 * i) % model.vocab for i in range(new)]) if new else None
+        for start, past, new in zip(store.allocate(lengths), shape.past, shape.new, strict=True)
+    ]
+    recorder = Recorder(g, steps)
+
+    def source(index: int) -> Step | None:
+        if index >= steps:
+            return None
+        step = Step(layout, rows)
+        recorder.bound(index, step)
+        return step
+
+    try:
+        program = Program(g, machinery, store, _capacity(g), source)
+        Runner(g, program, machinery.device, delays=delays, on_records=recorder.add).run()
+    finally:
+        store.close()
+    return recorder.timeline()
+
+
+def _fill(store: KVStore) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for layer in store.layers:
+        pattern = torch.randn(_PATTERN_TOKENS, layer.shape[1], generator=generator)
+        pattern = pattern.to(layer.dtype)
+        for at in range(0, len(layer), _PATTERN_TOKENS):
+            layer[at : at + _PATTERN_TOKENS] = pattern[: len(layer) - at]
+
+
+def _capacity(g: TaskGraph) -> Capacity:
+    """What the graph's own shape asks for."""
+    assert g.shape is not None and g.layout is not None
+    shape, layout = g.shape, g.layout
+    parts = [layout.micro_batch(m) for m in range(len(layout.micro_batches))]
+    new = [sum(shape.new[p] for p in part) for part in parts]
+    slot = [sum(shape.past[p] + 1 for p in part) for part in parts]
+    decode = g.phase == "decode"
+    return Capacity(
+        rows=layout.rows,
+        tokens=shape.tokens,
+        staged_tokens=shape.tokens if decode else max(new),
+        slot_tokens=max(slot, default=0) if decode else 0,
+    )
