@@ -162,7 +162,7 @@ def main() -> None:
                 {
                     "strategy": s.to_dict(),
                     "period_s": period,
-                    "steps_s": [float(b - a) for a, b in zip(ends, ends[1:])],
+                    "steps_s": [float(b - a) for a, b in zip(ends, ends[1:], strict=False)],
                     "tokens_per_s": args.B / period,
                     "bound_s": contended.seconds,
                     "binds": contended.binds,
