@@ -22,6 +22,7 @@ from moegen.exec.kv import KVStore
 from moegen.exec.step import Span, Step
 from moegen.exec.transfer import Transfer
 from moegen.exec.weights import HostWeights
+from moegen.graph.model import Phase
 from moegen.graph.ops import expert_range
 from moegen.graph.residency import residency
 from moegen.graph.task import Task, TaskGraph, Value
@@ -116,7 +117,8 @@ class Program:
         if graph.model is None or graph.strategy is None or graph.layout is None:
             raise GraphError("a graph made by hand can be simulated, but has no kernels to run")
         self.graph, self.machinery, self.store = graph, machinery, store
-        self.model, self.strategy, self.phase = graph.model, graph.strategy, graph.phase
+        self.model, self.strategy = graph.model, graph.strategy
+        self.phase: Phase = graph.phase
         self.kernels = KERNELS
         self.source, self.keep_logits = source, keep_logits
         self.transfer, self.family = machinery.transfer, machinery.family

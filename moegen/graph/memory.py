@@ -255,7 +255,7 @@ class _Need:
         ]
 
     def _table(self) -> int:
-        return 8 * (2 * self.tokens + 6 * self.s.B)
+        return 8 * (3 * self.tokens + 5 * self.s.B)
 
     def gpu(self) -> list[tuple[str, int, str]]:
         m, s, kept, a = self.model, self.s, self.kept, self.model.act_bytes

@@ -47,18 +47,16 @@ def assemble(
         If a value is read and never written, or a buffer that crosses lanes has no ring.
     """
     writers: dict[tuple[str, int], list[Task]] = defaultdict(list)
-    users: dict[tuple[str, int], list[Task]] = defaultdict(list)
+    readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for t in tasks:
         for v in t.writes:
             writers[v.buffer, v.index].append(t)
-            users[v.buffer, v.index].append(t)
-    for t in tasks:
         for v in t.reads:
             if v.distance == 0:
-                users[v.buffer, v.index].append(t)
+                readers[v.buffer, v.index].append(t)
     edges = [
         *_data_edges(tasks, writers, frozenset(host_values)),
-        *_buffer_edges(users, writers, rings),
+        *_buffer_edges(readers, writers, rings),
         *_lane_edges(tasks),
     ]
     return TaskGraph(tuple(tasks), tuple(dict.fromkeys(edges)), rings, **meta)
@@ -86,13 +84,14 @@ def _data_edges(
 
 
 def _buffer_edges(
-    users: Mapping[tuple[str, int], list[Task]],
+    readers: Mapping[tuple[str, int], list[Task]],
     writers: Mapping[tuple[str, int], list[Task]],
     rings: Mapping[str, Ring],
 ) -> Iterable[Edge]:
     lanes: dict[str, set[Lane]] = defaultdict(set)
-    for (buffer, _), tasks in users.items():
-        lanes[buffer].update(t.lane for t in tasks)
+    for side in (readers, writers):
+        for (buffer, _), tasks in side.items():
+            lanes[buffer].update(t.lane for t in tasks)
     for buffer, used_by in lanes.items():
         if len(used_by) > 1 and buffer not in rings:
             raise GraphError(
@@ -110,8 +109,10 @@ def _buffer_edges(
             if before < 0:
                 before, distance = before + ring.uses, 1
             reason = Reason(EdgeKind.BUFFER, distance, ring.name)
+            # Every reader has waited for all writers, so the readers stand for them too.
+            last = readers.get((ring.name, before)) or writers[ring.name, before]
             for w in writers[ring.name, n]:
-                for u in users[ring.name, before]:
+                for u in last:
                     if u is not w:
                         yield Edge(u.id, w.id, reason)
 

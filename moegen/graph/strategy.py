@@ -59,7 +59,11 @@ class Strategy:
         for name in ("s_expert", "s_params"):
             self._whole(name, at_least=0)
         omega = self.omega
-        if isinstance(omega, bool) or not isinstance(omega, (int, float)) or not math.isfinite(omega):
+        if (
+            isinstance(omega, bool)
+            or not isinstance(omega, (int, float))
+            or not math.isfinite(omega)
+        ):
             raise InvalidInput(f"omega must be a finite number in [0, 1], got {omega!r}")
         if not 0 <= omega <= 1:
             raise InvalidInput(
