@@ -1,0 +1,238 @@
+"""The runner: failures leave nothing behind, waits are real, long runs stay small."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from delays import RandomDelays  # noqa: E402
+from handmade import random_graph  # noqa: E402
+from tiny import tiny_mixtral  # noqa: E402
+
+from moegen.errors import DeadlockError  # noqa: E402
+from moegen.exec import generate, runner  # noqa: E402
+from moegen.exec.engine import Engine  # noqa: E402
+from moegen.exec.kernels import KERNELS  # noqa: E402
+from moegen.exec.lanes import Clock, CpuStream, UnrecordedEvent  # noqa: E402
+from moegen.exec.runner import WINDOW, Runner  # noqa: E402
+from moegen.graph.build import build  # noqa: E402
+from moegen.graph.strategy import Strategy  # noqa: E402
+from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Task, TaskGraph, TaskId  # noqa: E402
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.cpu),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+PROMPTS = ([5, 9, 70], [11], [3, 8, 100, 42])
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def engine(request, tmp_path_factory):
+    path, _ = tiny_mixtral(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+    s = Strategy(B=3, b_a=1, b_e=4, omega=0.5)
+    with Engine.from_pretrained(path, s, device=request.param, dtype="float32") as e:
+        e.generate(PROMPTS, 2)  # starts what lives as long as the engine
+        yield e
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(
+    "op", ["post_attn", "copy_expert", "fetch_kv", "append_kv", "copy_counts", "attn_cpu"]
+)
+def test_a_failing_kernel_ends_the_run_and_its_threads(engine, monkeypatch, op, step):
+    kernel, before = KERNELS[op], threading.enumerate()
+
+    def fail(p, task, index, bound):
+        if p.phase == "decode" and index >= step:
+            raise Broken(f"{task.id} of step {index}")
+        kernel(p, task, index, bound)
+
+    expected = engine.generate(PROMPTS, 6, ignore_eos=True)
+    monkeypatch.setitem(KERNELS, op, fail)
+    with pytest.raises(Broken, match=f"decode:{op}.* of step {step}"):
+        engine.generate(PROMPTS, 6, ignore_eos=True)
+    assert threading.enumerate() == before
+    monkeypatch.undo()
+    assert engine.generate(PROMPTS, 6, ignore_eos=True) == expected
+
+
+def test_a_failing_callback_ends_the_run_and_its_threads(engine):
+    before = threading.enumerate()
+
+    def fail(report):
+        if report.phase == "decode":
+            raise Broken(f"after {report.tokens_done} tokens")
+
+    with pytest.raises(Broken, match="after 6 tokens"):
+        engine.generate(PROMPTS, 6, ignore_eos=True, on_step=fail)
+    assert threading.enumerate() == before
+
+
+def test_a_stalled_lane_is_named(engine, monkeypatch):
+    """A lane that is late by more than STALL_S; it comes back, so that nothing can hang."""
+    before = threading.enumerate()
+
+    class Late:
+        def issue_s(self, task, index):
+            return 1.5 if task.id.op == "fetch_kv" and index == 1 else 0.0
+
+        def run_s(self, task, index):
+            return 0.0
+
+    monkeypatch.setattr(runner, "STALL_S", 0.3)
+    with pytest.raises(DeadlockError, match=r"attn_gpu\S* of step 1 wait.* for \S*fetch_kv"):
+        engine.generate(PROMPTS, 6, ignore_eos=True, delays=Late())
+    assert threading.enumerate() == before
+
+
+def test_a_step_that_nobody_binds_is_a_deadlock(engine, monkeypatch):
+    def cut(*args, **kwargs):
+        return build(*args, **kwargs).without(EdgeKind.DATA, "host_tokens")
+
+    monkeypatch.setattr(generate, "build", cut)
+    monkeypatch.setattr(runner, "STALL_S", 0.5)
+    before = threading.enumerate()
+    with pytest.raises(DeadlockError, match="nothing moved for .*of step 1 wait.* to be bound"):
+        engine.generate(PROMPTS, 6, ignore_eos=True)
+    assert threading.enumerate() == before
+
+
+@pytest.mark.cpu
+def test_waiting_for_an_event_that_nobody_recorded_raises():
+    clock = Clock(torch.device("cpu"))
+    stream = CpuStream("test", clock, lambda e: None)
+    try:
+        with pytest.raises(UnrecordedEvent):
+            stream.wait(None)
+        event = stream.record()
+        stream.wait(event)  # recorded: fine
+        stream.synchronize()
+        assert 0 <= event.time_s() <= clock.now()
+    finally:
+        stream.close()
+
+
+@pytest.mark.cpu
+def test_the_host_must_wait_for_the_record_before_the_stream_waits(engine, monkeypatch):
+    """What CUDA would pass over in silence: a stream's wait issued before the record."""
+
+    def hasty(self, w, index, task, at):
+        return self._ends[w.lane][index % WINDOW][w.position]
+
+    class Late:
+        def issue_s(self, task, index):
+            return 0.3 if task.id.op == "copy_dense" else 0.0
+
+        def run_s(self, task, index):
+            return 0.0
+
+    monkeypatch.setattr(Runner, "_recorded", hasty)
+    before = threading.enumerate()
+    with pytest.raises((UnrecordedEvent, AttributeError)):
+        engine.generate(PROMPTS, 6, delays=Late())
+    assert threading.enumerate() == before
+
+
+def test_long_runs_do_not_grow(engine, monkeypatch):
+    runs, most = [], {"records": 0, "steps": 0, "recorded": 0}
+
+    class Watched(Runner):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            runs.append(self)
+
+    def watch(report):
+        r = runs[-1]
+        most["records"] = max(most["records"], len(r.records))
+        most["steps"] = max(most["steps"], len(r.steps))
+        most["recorded"] = max(most["recorded"], len(r.on_records.__self__._steps))
+
+    monkeypatch.setattr(generate, "Runner", Watched)
+    engine.generate([[7]], 300, ignore_eos=True, on_step=watch)
+    assert len(runs) == 2
+    # Two steps that may not have ended, the one that is bound, weights one ahead.
+    assert 2 <= most["records"] <= 4
+    assert most["steps"] <= WINDOW
+    assert most["recorded"] <= 8 + WINDOW + 1
+    assert [len(t.steps) for t in engine.timelines] == [1, 8]
+    assert len(engine.timelines[1]) == 8 * len(engine.timelines[1].graph)
+
+
+# Any graph, with kernels that only write down when they ran.
+
+
+def in_a_loop(graph: TaskGraph) -> TaskGraph:
+    """``graph`` between a task that begins a step and one that ends it on the host."""
+    first, last = TaskId("copy_rows", "decode"), TaskId("copy_tokens", "decode")
+    data = Reason(EdgeKind.DATA, 0, "x")
+    ends = [Edge(tasks[-1].id, last, data) for tasks in graph.lanes.values()]
+    loop = Edge(last, first, Reason(EdgeKind.DATA, 1, "host_tokens", True))
+    tasks = (Task(first, Lane.ACT), *graph.tasks, Task(last, Lane.ACT))
+    # At random LANE edges join different lanes as well, which no builder makes.
+    kept = [e for e in graph.edges if e.reason.kind is not EdgeKind.LANE]
+    return TaskGraph(tasks, (*kept, *ends, loop))
+
+
+class Noting:
+    """Kernels that take a moment each and note step, start and end."""
+
+    def __init__(self, graph, steps, seed):
+        self.steps, self.rng, self.notes = steps, random.Random(seed), {}
+        self.free = {t.id for t in graph if t.id.op == "t" and self.rng.random() < 0.3}
+        self.bound = []
+
+    def next_step(self, index):
+        self.bound.append(index)
+        return index if index < self.steps else None
+
+    def needs_step(self, task):
+        return task.id not in self.free
+
+    def host_value(self, task, step):
+        pass
+
+    def is_empty(self, task, step):
+        return False
+
+    def run(self, task, index, step):
+        assert step in (None, index)
+        start = time.perf_counter()
+        time.sleep(2e-4)
+        self.notes[task.id, index] = start, time.perf_counter()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("seed", range(40))
+def test_every_edge_is_kept_in_every_step(seed):
+    steps = 2 * WINDOW + 1
+    graph = in_a_loop(random_graph(np.random.default_rng(seed)))
+    kernels, records = Noting(graph, steps, seed), {}
+    Runner(
+        graph,
+        kernels,
+        torch.device("cpu"),
+        delays=RandomDelays(seed),
+        on_records=lambda index, times: records.setdefault(index, times),
+    ).run()
+    assert kernels.bound == list(range(steps + 1))
+    assert sorted(records) == list(range(steps))
+    for index in range(steps):
+        assert {i._replace(step=0) for i, _, _ in records[index]} == {t.id for t in graph}
+        for e in graph.edges:
+            if index >= e.reason.distance:
+                ended = kernels.notes[e.src, index - e.reason.distance][1]
+                assert ended <= kernels.notes[e.dst, index][0], f"{e} in step {index}"
+        for tasks in graph.lanes.values():
+            order = [kernels.notes[t.id, index][0] for t in tasks]
+            assert order == sorted(order)
