@@ -89,6 +89,9 @@ def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedT
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
+    # The weights are plain numbers now: without these marks the model can be saved and moved.
+    model.hf_quantizer = None
+    del model.config.quantization_config
     if layers is not None:
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = len(model.model.layers)
