@@ -244,8 +244,8 @@ def test_execute_measures_every_task_of_every_step(engine, phase, fetch):
                 assert end[src] <= start[e.dst._replace(step=k)] + CLOCK_S[engine.device.type], e
 
 
-# CUDA events resolve half a microsecond and are written when a stream gets to them.
-CLOCK_S = {"cpu": 0.0, "cuda": 2e-5}
+# The clocks of CUDA and of the host are set at one moment, as nearly as that can be told.
+CLOCK_S = {"cpu": 0.0, "cuda": 2e-4}
 
 
 def test_rows_without_new_tokens_are_skipped(engine):

@@ -37,7 +37,7 @@ PROMPTS = ([5, 9, 70], [11], [3, 8, 100, 42])
 def engine(request, tmp_path_factory):
     path, _ = tiny_mixtral(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
     s = Strategy(B=3, b_a=1, b_e=4, omega=0.5)
-    with Engine.from_pretrained(path, s, device=request.param, dtype="float32") as e:
+    with Engine.from_pretrained(path, s, device=request.param, dtype="float32", threads=1) as e:
         e.generate(PROMPTS, 2)  # starts what lives as long as the engine
         yield e
 
