@@ -86,11 +86,11 @@ def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedT
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
     # The weights are plain numbers now: without these marks the model can be saved and moved.
-    model.hf_quantizer = None
+    del model.hf_quantizer
     del model.config.quantization_config
     if layers is not None:
         model.model.layers = model.model.layers[:layers]
