@@ -54,7 +54,7 @@ def test_public_name_resolves(name: str) -> None:
 
 @pytest.mark.cpu
 def test_engine_resolves() -> None:
-    assert mg.Engine.__module__ == "moegen.exec.generate"
+    assert mg.Engine.__module__ == "moegen.exec.engine"
 
 
 def test_planning_and_simulating_load_no_torch() -> None:
