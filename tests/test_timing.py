@@ -176,7 +176,9 @@ NEEDED = {
     ("decode", "rows"): ({"omega": 0.0}, "append_kv", LAST_LAYER),
     ("decode", "kv"): ({"omega": 0.0, "kv_slots": 1}, "attn_gpu", 0),
     ("decode", "expert_weights"): ({"omega": 0.5, "slots": 1}, "expert", 1),
-    ("decode", "dense_weights"): ({"slots": ALL, "dense_slots": 1}, "pre_attn", 0),
+    # Routed experts wait for the routing, so the next layer's dense weights come at once and
+    # none after them; with all experts fetched the slot may hold the right ones by chance.
+    ("decode", "dense_weights"): ({"fetch": "routed", "dense_slots": 1}, "pre_attn", 0),
     ("prefill", "rows"): ({}, "append_kv", LAST_LAYER),
     ("prefill", "qkv"): ({}, "append_kv", 0),
     ("prefill", "expert_weights"): ({"slots": 2}, "expert", 1),
