@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
+from tiny import distinct_features, steer, tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.graph.strategy import Plan, Strategy  # noqa: E402
@@ -216,33 +216,6 @@ def test_layouts_of_checkpoints(device, family, layout, sharded, tied, tmp_path)
         path, Strategy(B=2, b_a=1, b_e=7, omega=0.5), device=device, dtype="float32"
     ) as e:
         assert_parity(e.generate(ref.prompts, 8, ignore_eos=True, return_logits=True), ref)
-
-
-def steer(hf, features):
-    """Let ``features`` [V, E] decide the routing: expert e likes a token by its e-th feature.
-
-    They become the first features of the residual stream: embeddings set them, no layer adds
-    to them, and the router reads nothing else.
-    """
-    n = features.shape[1]
-    with torch.no_grad():
-        for name, p in hf.named_parameters():
-            if name.endswith("embed_tokens.weight"):
-                p[:, :n] = features
-            elif "o_proj" in name or "down_proj" in name:
-                p[..., :n, :] = 0.0
-            elif name.endswith("post_attention_layernorm.weight"):
-                p[:n] = 1.0
-            elif name.endswith("gate.weight"):
-                p.zero_()
-                p[:, :n] = 4 * torch.eye(n)
-
-
-def distinct_features(vocab, seed=3):
-    """Each token ranks the 8 experts in an order of its own, and never nearly alike."""
-    g = torch.Generator().manual_seed(seed)
-    ranks = torch.rand(vocab, 8, generator=g).argsort(dim=1)
-    return (ranks - 3.5) / 2
 
 
 FAVOURITE, SHUNNED = 5, 2

@@ -143,3 +143,30 @@ def edit_config(path: Path, **over: Any) -> None:
     """Change keys of a checkpoint's config.json."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | over))
+
+
+def steer(hf: torch.nn.Module, features: torch.Tensor) -> None:
+    """Let ``features`` [V, E] decide the routing: expert e likes a token by its e-th feature.
+
+    They become the first features of the residual stream: embeddings set them, no layer adds
+    to them, and the router reads nothing else.
+    """
+    n = features.shape[1]
+    with torch.no_grad():
+        for name, p in hf.named_parameters():
+            if name.endswith("embed_tokens.weight"):
+                p[:, :n] = features
+            elif "o_proj" in name or "down_proj" in name:
+                p[..., :n, :] = 0.0
+            elif name.endswith("post_attention_layernorm.weight"):
+                p[:n] = 1.0
+            elif name.endswith("gate.weight"):
+                p.zero_()
+                p[:, :n] = 4 * torch.eye(n, device=p.device, dtype=p.dtype)
+
+
+def distinct_features(vocab: int, seed: int = 3) -> torch.Tensor:
+    """Each token ranks the 8 experts in an order of its own, and never nearly alike."""
+    g = torch.Generator().manual_seed(seed)
+    ranks = torch.rand(vocab, 8, generator=g).argsort(dim=1)
+    return (ranks - 3.5) / 2
