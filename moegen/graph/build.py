@@ -284,7 +284,10 @@ class _Step:
         """
         spec = self.model.layers[layer]
         if self.s.fetch == "routed":
-            most = min(spec.n_experts, self.shape.tokens * spec.top_k)
+            # A decode step never has more tokens than rows; a later wave may have more than
+            # this one.
+            few = self.layout.rows * spec.top_k if self.phase == "decode" else spec.n_experts
+            most = min(spec.n_experts, few)
             whole = self.resident.experts[layer] == spec.n_experts
             return [(k, whole) for k in range(0, most, self.s.expert_group)]
         resident = self.resident.experts[layer]
