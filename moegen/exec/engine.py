@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +13,7 @@ from moegen.errors import InvalidInput
 from moegen.exec.families import family_for
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.kv import KVStore
-from moegen.exec.lanes import pick_device
+from moegen.exec.lanes import attention_pool, pick_device
 from moegen.exec.loading import DTYPES, cores, hardware_of, load_tokenizer, torch_dtype
 from moegen.exec.program import Machinery
 from moegen.exec.prompts import to_sequences
@@ -104,7 +103,6 @@ class Engine:
             # On CUDA one core is left to the threads that issue work; on CPU lanes torch's
             # own threads do the work.
             threads = max(1, cores() - 1) if device.type == "cuda" else 1
-        pool = ThreadPoolExecutor(threads, "moegen-attn", torch.set_num_threads, (1,))
         family = weights.family
         head = weights.head if device.type == "cpu" else weights.head.to(device)
         self.machinery = Machinery(
@@ -113,7 +111,7 @@ class Engine:
             device=device,
             transfer=transfer_for(device),
             head=weights.head_layout.view(head),
-            pool=pool,
+            pool=attention_pool(threads),
             threads=threads,
         )
 

@@ -7,6 +7,7 @@ is in host memory.
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 # A batch is laid out anew once this share of the rows it was laid out for is left.
 BARRIER_SHARE = 0.5
+# Timelines of a long job that are kept: those of its beginning and of its end.
+KEEP_FIRST, KEEP_LAST = 2, 6
 
 
 @dataclass
@@ -124,6 +127,7 @@ class Generation:
         self.sampled = 0
         self.gpu_bytes = 0
         self._began = time.perf_counter()
+        self._news: queue.SimpleQueue[tuple[list[SequenceState], StepReport]] = queue.SimpleQueue()
 
     def run(self, batch: Sequence[SequenceState], store: KVStore) -> None:
         """Prefill and decode ``batch``, whose KV goes into ``store``."""
@@ -196,10 +200,12 @@ class Generation:
         recorder = Recorder(graph, self.keep_steps)
         before: tuple[Step, Sequence[SequenceState]] | None = None
 
-        def source(index: int) -> Step | None:
+        # The program is an argument, not a part of the closure that it holds: its buffers go
+        # with the last name for it, not when the garbage collector next runs.
+        def source(program: Program, index: int) -> Step | None:
             nonlocal before
             if before is not None:
-                self._take(program, graph.phase, *before)
+                self._take(program, *before)
             before = rows(index)
             if before is None:
                 return None
@@ -216,13 +222,13 @@ class Generation:
             self.machinery.device,
             delays=self.delays,
             on_records=recorder.add,
+            along=self._report,
         )
         runner.run()
         self.timelines.append(recorder.timeline())
+        del self.timelines[KEEP_FIRST:-KEEP_LAST]
 
-    def _take(
-        self, program: Program, phase: str, step: Step, live: Sequence[SequenceState]
-    ) -> None:
+    def _take(self, program: Program, step: Step, live: Sequence[SequenceState]) -> None:
         tokens = program.sampled(step)
         logits = program.logits(step) if self.keep_logits else None
         for i, (s, token) in enumerate(zip(live, tokens, strict=True)):
@@ -230,9 +236,16 @@ class Generation:
                 s.logits.append(logits[i])
             s.take(token, self.eos)
         self.sampled += len(tokens)
-        for s in live:
-            if s.finish is not None and self.on_finish is not None:
-                self.on_finish(s)
-        if self.on_step is not None:
-            elapsed = time.perf_counter() - self._began
-            self.on_step(StepReport(phase, len(tokens), self.sampled, elapsed))
+        elapsed = time.perf_counter() - self._began
+        report = StepReport(program.phase, len(tokens), self.sampled, elapsed)
+        self._news.put(([s for s in live if s.finish is not None], report))
+
+    def _report(self) -> None:
+        """Tell what has happened, on the caller's thread: a lane would be held up by it."""
+        while not self._news.empty():
+            ended, report = self._news.get()
+            if self.on_finish is not None:
+                for s in ended:
+                    self.on_finish(s)
+            if self.on_step is not None:
+                self.on_step(report)

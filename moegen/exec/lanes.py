@@ -13,7 +13,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Protocol
 
@@ -46,8 +48,15 @@ class Stream(Protocol):
     def record(self) -> Event: ...
     def wait(self, event: Event) -> None: ...
     def delay(self, seconds: float) -> None: ...
+    def busy(self) -> bool:
+        """Whether it is at work, not only waiting for another lane."""
+        ...
+
     def synchronize(self) -> None: ...
     def close(self) -> None: ...
+
+
+ANCHOR_S = 20.0
 
 
 class Clock:
@@ -61,9 +70,23 @@ class Clock:
             self.origin_event.record()
             self.origin_event.synchronize()
         self.origin = time.perf_counter()
+        self._anchor_s = 0.0
 
     def now(self) -> float:
         return time.perf_counter() - self.origin
+
+    def time_of(self, event: torch.cuda.Event) -> float:
+        """Seconds of a CUDA event that has completed; called from one thread, in order.
+
+        CUDA counts in float32 milliseconds, which are coarse after an hour: the anchor that
+        it counts from moves along.
+        """
+        assert self.origin_event is not None
+        since_s = self.origin_event.elapsed_time(event) / 1e3
+        time_s = self._anchor_s + since_s
+        if since_s > ANCHOR_S:
+            self.origin_event, self._anchor_s = event, time_s
+        return time_s
 
 
 class CpuEvent:
@@ -103,15 +126,17 @@ class CpuStream:
     ) -> None:
         self.clock = clock
         self._on_error = on_error
-        self._torch_threads = torch_threads
         self._failed = False
+        self._working = False
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"moegen-{name}", daemon=True)
         self._thread.start()
+        if torch_threads is not None:
+            with own_torch_threads():
+                self.submit(lambda: torch.set_num_threads(torch_threads))
+                self.synchronize()
 
     def _work(self) -> None:
-        if self._torch_threads is not None:
-            torch.set_num_threads(self._torch_threads)  # of this thread
         while (item := self._queue.get()) is not None:
             if isinstance(item, CpuEvent):
                 item.reach()
@@ -123,7 +148,17 @@ class CpuStream:
                     self._on_error(e)
 
     def submit(self, work: Callable[[], None]) -> None:
-        self._queue.put(work)
+        def counted() -> None:
+            self._working = True
+            try:
+                work()
+            finally:
+                self._working = False
+
+        self._queue.put(counted)
+
+    def busy(self) -> bool:
+        return self._working
 
     def record(self) -> CpuEvent:
         event = CpuEvent(self.clock)
@@ -159,8 +194,7 @@ class CudaEvent:
         self.event.synchronize()
 
     def time_s(self) -> float:
-        assert self._clock.origin_event is not None
-        return self._clock.origin_event.elapsed_time(self.event) / 1e3
+        return self._clock.time_of(self.event)
 
 
 class CudaStream:
@@ -188,6 +222,9 @@ class CudaStream:
     def delay(self, seconds: float) -> None:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(int(seconds * 1.9e9))
+
+    def busy(self) -> bool:
+        return not self.stream.query()
 
     def synchronize(self) -> None:
         self.stream.synchronize()
@@ -221,6 +258,42 @@ def open_streams(
             one = 1 if cuda else None
             streams[lane] = CpuStream(lane.value, clock, on_error, torch_threads=one)
     return streams
+
+
+@contextmanager
+def own_torch_threads() -> Iterator[None]:
+    """Threads started inside may set how many threads torch uses for them, and only for them.
+
+    ``torch.set_num_threads`` also sets what threads started later begin with; that is put
+    back at the end.
+    """
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def attention_pool(threads: int) -> ThreadPoolExecutor:
+    """``threads`` workers that use one torch thread each, all of them started."""
+    ready = threading.Barrier(threads + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    with own_torch_threads():
+        pool = ThreadPoolExecutor(threads, "moegen-attn")
+        for _ in range(threads):
+            pool.submit(begin)
+        ready.wait()
+    return pool
+
+
+def enter(device: torch.device) -> None:
+    """Make ``device`` the calling thread's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def pick_device(name: str | None) -> torch.device:

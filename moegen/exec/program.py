@@ -7,6 +7,7 @@ routing) in `Scratch`; everything that crosses lanes is a ring slot in `Buffers`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -98,8 +99,9 @@ class Program:
     capacity : Capacity
         The largest step that ``source`` will ever bind.
     source : callable
-        Gives the rows of step ``index`` in batch order, or None when the run is over. It is
-        called once the tokens of the step before are on the host (``program.sampled``).
+        Given the program and a step's index, the rows of that step in batch order, or None
+        when the run is over. It is called once the tokens of the step before are on the host
+        (``program.sampled``).
     keep_logits : bool
         Bring each step's logits down too.
     """
@@ -110,7 +112,7 @@ class Program:
         machinery: Machinery,
         store: KVStore,
         capacity: Capacity,
-        source: Callable[[int], Step | None],
+        source: Callable[[Program, int], Step | None],
         *,
         keep_logits: bool = False,
     ) -> None:
@@ -135,6 +137,9 @@ class Program:
             keep_logits=keep_logits,
         )
         self.scratch = Scratch()
+        self._ranks = Counter(t.id.layer for t in graph.tasks if t.id.op == "expert")
+        for layer in self._ranks:
+            self._ranks[layer] *= graph.strategy.expert_group
         self._values = {
             (t.id, v.buffer): v
             for t in graph.tasks
@@ -145,7 +150,7 @@ class Program:
     # -- what the runner asks ----------------------------------------------------------
 
     def next_step(self, index: int) -> Step | None:
-        return self.source(index)
+        return self.source(self, index)
 
     def needs_step(self, task: Task) -> bool:
         op = task.id.op
@@ -155,7 +160,13 @@ class Program:
         layer = task.id.layer
         if layer not in step.counts:
             n = self.model.layers[layer].n_experts
-            step.counts[layer] = self.buffers.host_counts[:n].tolist()
+            step.counts[layer] = counts = self.buffers.host_counts[:n].tolist()
+            active = sum(c > 0 for c in counts)
+            if self.strategy.fetch == "routed" and active > self._ranks[layer]:
+                raise GraphError(
+                    f"layer {layer} has {active} active experts and the graph tasks for "
+                    f"{self._ranks[layer]}: it was built for fewer tokens"
+                )
 
     def is_empty(self, task: Task, step: Step | None) -> bool:
         op, m = task.id.op, task.id.microbatch

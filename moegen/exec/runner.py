@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from moegen.errors import DeadlockError
-from moegen.exec.lanes import Clock, Event, Stream, open_streams
+from moegen.exec.lanes import Clock, Event, Stream, UnrecordedEvent, enter, open_streams
 from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
 
 STALL_S = 600.0
@@ -134,6 +134,9 @@ class Runner(Generic[StepT]):
         Hold tasks back, on the issuing and on the executing side.
     on_records : callable, optional
         Gets each step's records once all of them have finished.
+    along : callable, optional
+        Called on the caller's thread as steps go by, and once at the end, also that of a run
+        that failed: the place for what lanes should not wait for.
     """
 
     def __init__(
@@ -144,9 +147,10 @@ class Runner(Generic[StepT]):
         *,
         delays: Delays | None = None,
         on_records: Callable[[int, list[tuple[TaskId, float, float]]], None] | None = None,
+        along: Callable[[], None] | None = None,
     ) -> None:
         self.graph, self.kernels, self.delays = graph, kernels, delays
-        self.on_records = on_records
+        self.on_records, self.along = on_records, along
         self.device = device
         self.clock = Clock(device)
         self.lanes = graph.lanes
@@ -162,7 +166,9 @@ class Runner(Generic[StepT]):
             t.id: (lane, i) for lane, tasks in self.lanes.items() for i, t in enumerate(tasks)
         }
         self._waits = {t.id: self._waits_of(t) for t in graph.tasks}
-        self._ends: dict[Lane, list[list[Event | None]]] = {
+        self._streams: dict[Lane, Stream] = {}
+        # (step, event) of each task, for the last few steps.
+        self._ends: dict[Lane, list[list[tuple[int, Event] | None]]] = {
             lane: [[None] * len(tasks) for _ in range(WINDOW)] for lane, tasks in self.lanes.items()
         }
 
@@ -188,7 +194,7 @@ class Runner(Generic[StepT]):
         Exception
             Whatever the first failing task raised.
         """
-        streams = open_streams(self.device, self.clock, self._fail)
+        streams = self._streams = open_streams(self.device, self.clock, self._fail)
         threads = [threading.Thread(target=self._bind_first, name="moegen-bind")] + [
             threading.Thread(target=self._walk, args=(lane, streams[lane]), name=f"issue-{lane}")
             for lane in self.lanes
@@ -201,12 +207,11 @@ class Runner(Generic[StepT]):
             except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
                 self._fail(e)
             for t in threads:
-                t.join()
+                self._leave(t.join, lambda t=t: t.ident is not None and t.is_alive())
         for s in streams.values():
-            try:
-                s.close()
-            except BaseException as e:
-                self._fail(e)  # a CUDA fault shows up here, or has shown up before
+            self._leave(s.close)
+        if self.along is not None:
+            self._leave(self.along)
         if self.error is not None:
             raise self.error
         self._resolve(self.bound.done)
@@ -214,6 +219,18 @@ class Runner(Generic[StepT]):
             raise DeadlockError(
                 f"step {self.resolved} ended before all of its tasks had run: {self._standing()}"
             )
+
+    def _leave(self, last: Callable[[], None], needed: Callable[[], bool] | None = None) -> None:
+        """Do one of the last things, whatever happens: lanes still use memory that the caller
+        is about to free. A second Ctrl-C, or a CUDA fault that shows up here, comes after."""
+        while needed is None or needed():
+            try:
+                last()
+            except BaseException as e:
+                self._fail(e)
+                if isinstance(e, KeyboardInterrupt):
+                    continue
+            return
 
     # -- issuing ---------------------------------------------------------------------
 
@@ -239,8 +256,7 @@ class Runner(Generic[StepT]):
     def _walk(self, lane: Lane, stream: Stream) -> None:
         index = 0
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
+            enter(self.device)
             while True:
                 for position, task in enumerate(self.lanes[lane]):
                     self._issue(lane, stream, task, position, index)
@@ -281,7 +297,7 @@ class Runner(Generic[StepT]):
             start = stream.record()
             stream.submit(lambda: self.kernels.run(task, index, step))
         end = stream.record()
-        self._ends[lane][index % WINDOW][position] = end
+        self._ends[lane][index % WINDOW][position] = (index, end)
         self.records[lane].setdefault(index, []).append(Record(task, start, end))
         self.progress[lane].advance()
 
@@ -290,9 +306,13 @@ class Runner(Generic[StepT]):
         need = index * len(self.lanes[w.lane]) + w.position + 1
         self.where[task.lane] = (task.id, at, self.lanes[w.lane][w.position].id, index)
         self._await(self.progress[w.lane], need, at)
-        event = self._ends[w.lane][index % WINDOW][w.position]
-        assert event is not None
-        return event
+        found = self._ends[w.lane][index % WINDOW][w.position]
+        if found is None or found[0] != index:
+            raise UnrecordedEvent(
+                f"{task.id} of step {at} needs the event of {self.lanes[w.lane][w.position].id} of "
+                f"step {index}, and finds that of step {found[0] if found else 'none'}"
+            )
+        return found[1]
 
     def _step(self, index: int, task: Task) -> StepT:
         self.where[task.lane] = (task.id, index)
@@ -300,10 +320,14 @@ class Runner(Generic[StepT]):
         return self.steps[index]
 
     def _await(self, progress: _Progress, need: int, index: int) -> None:
-        moved = progress.wait_for(need, lambda: self._over(index))
+        before = -1
+        while not progress.wait_for(need, lambda: self._over(index)):
+            # A long step is no deadlock: one is when nobody has moved and nobody is at work.
+            now = sum(p.done for p in (self.bound, *self.progress.values()))
+            if now == before and not any(s.busy() for s in self._streams.values()):
+                raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self._standing()}")
+            before = now
         self._check(index)
-        if not moved:
-            raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self._standing()}")
 
     def _standing(self) -> str:
         """Where each lane stands, for a person."""
@@ -342,6 +366,8 @@ class Runner(Generic[StepT]):
             # A step's tasks have all finished once the one after the next is bound.
             self.bound.wait_for(self.resolved + 3, self._ended)
             self._resolve(self.bound.done - 2)
+            if self.along is not None:
+                self.along()
 
     def _resolve(self, upto: int) -> None:
         """Turn the events of steps before ``upto`` into seconds."""

@@ -50,7 +50,7 @@ def run_synthetic(
     ]
     recorder = Recorder(g, steps)
 
-    def source(index: int) -> Step | None:
+    def source(_: Program, index: int) -> Step | None:
         if index >= steps:
             return None
         step = Step(layout, rows)

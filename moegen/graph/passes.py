@@ -48,15 +48,15 @@ def assemble(
     """
     writers: dict[tuple[str, int], list[Task]] = defaultdict(list)
     readers: dict[tuple[str, int], list[Task]] = defaultdict(list)
+    readers_after: dict[tuple[str, int], list[Task]] = defaultdict(list)
     for t in tasks:
         for v in t.writes:
             writers[v.buffer, v.index].append(t)
         for v in t.reads:
-            if v.distance == 0:
-                readers[v.buffer, v.index].append(t)
+            (readers_after if v.distance else readers)[v.buffer, v.index].append(t)
     edges = [
         *_data_edges(tasks, writers, frozenset(host_values)),
-        *_buffer_edges(readers, writers, rings),
+        *_buffer_edges(readers, readers_after, writers, rings),
         *_lane_edges(tasks),
     ]
     return TaskGraph(tuple(tasks), tuple(dict.fromkeys(edges)), rings, **meta)
@@ -85,11 +85,12 @@ def _data_edges(
 
 def _buffer_edges(
     readers: Mapping[tuple[str, int], list[Task]],
+    readers_after: Mapping[tuple[str, int], list[Task]],
     writers: Mapping[tuple[str, int], list[Task]],
     rings: Mapping[str, Ring],
 ) -> Iterable[Edge]:
     lanes: dict[str, set[Lane]] = defaultdict(set)
-    for side in (readers, writers):
+    for side in (readers, readers_after, writers):
         for (buffer, _), tasks in side.items():
             lanes[buffer].update(t.lane for t in tasks)
     for buffer, used_by in lanes.items():
@@ -104,17 +105,22 @@ def _buffer_edges(
         if ring.slots > ring.uses:
             raise GraphError(f"{ring.name} has {ring.slots} slots for {ring.uses} uses a step")
         for n in range(ring.uses):
-            before = n - ring.slots
-            distance = 0
-            if before < 0:
-                before, distance = before + ring.uses, 1
-            reason = Reason(EdgeKind.BUFFER, distance, ring.name)
+            # The value that takes the slot of value n next, so many steps later.
+            distance, after = divmod(n + ring.slots, ring.uses)
             # Every reader has waited for all writers, so the readers stand for them too.
-            last = readers.get((ring.name, before)) or writers[ring.name, before]
-            for w in writers[ring.name, n]:
+            last = readers.get((ring.name, n)) or writers[ring.name, n]
+            for w in writers[ring.name, after]:
                 for u in last:
                     if u is not w:
-                        yield Edge(u.id, w.id, reason)
+                        yield Edge(u.id, w.id, Reason(EdgeKind.BUFFER, distance, ring.name))
+                for u in readers_after.get((ring.name, n), ()):
+                    if distance == 0:
+                        raise GraphError(
+                            f"{u.id} reads {ring.name}[{n}] of the step before, which "
+                            f"{w.id} has overwritten by then: give {ring.name} {ring.uses} slots"
+                        )
+                    if u is not w:
+                        yield Edge(u.id, w.id, Reason(EdgeKind.BUFFER, 0, ring.name))
 
 
 def _lane_edges(tasks: Sequence[Task]) -> Iterable[Edge]:

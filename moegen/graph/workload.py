@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 import yaml
 
 from moegen.errors import InvalidInput
+from moegen.graph.requests import read_requests
 
 PRESETS = Path(__file__).parent.parent / "data" / "workloads.yaml"
 
@@ -59,10 +59,10 @@ class Workload:
     @classmethod
     def preset(cls, name: str) -> Workload:
         """A data set of the paper's table 4 at its mean lengths: mmlu, gsm8k, chatbot-arena."""
-        presets = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
-        if name not in presets:
-            raise InvalidInput(f"{name!r} is no preset; presets are {', '.join(sorted(presets))}")
-        p = presets[name]
+        known = _presets()
+        if name not in known:
+            raise InvalidInput(f"{name!r} is no preset; presets are {', '.join(sorted(known))}")
+        p = known[name]
         return cls(((p["prompt_len"], p["gen_len"], p["n"]),), name=name)
 
     @classmethod
@@ -85,8 +85,7 @@ class Workload:
         Parameters
         ----------
         path : path
-            Lines of ``{"id", "prompt"}`` or ``{"id", "messages"}``, with an optional
-            ``max_tokens``; empty lines are skipped.
+            As :mod:`moegen.graph.requests` describes it.
         count_tokens : callable
             Tokens of a prompt (a str) or of messages (a list of dicts).
         gen_len : int
@@ -95,17 +94,18 @@ class Workload:
         Raises
         ------
         InvalidInput
-            If the file cannot be read; for a bad line, with its number.
+            If the file cannot be read, holds no request, or a line of it is malformed; if a
+            request has no token.
         """
         pairs: Counter[tuple[int, int]] = Counter()
-        try:
-            with open(path, encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        where = f"{path}, line {number}"
-                        pairs[_request(line, where, count_tokens, gen_len)] += 1
-        except (OSError, UnicodeDecodeError) as e:
-            raise InvalidInput(f"{path} cannot be read: {e}") from e
+        for request in read_requests(path):
+            messages = request.messages
+            try:
+                count = count_tokens(request.prompt if messages is None else list(messages))
+                prompt = _whole("the number of prompt tokens", count)
+            except InvalidInput as e:
+                raise InvalidInput(f"{path}, id {request.id!r}: {e}") from e
+            pairs[prompt, request.max_tokens or gen_len] += 1
         return cls(tuple((p, g, n) for (p, g), n in pairs.items()), name=Path(path).name)
 
     @property
@@ -171,30 +171,17 @@ class Workload:
         return cls(tuple(tuple(g) for g in data["groups"]), name=data["name"])
 
 
+def presets() -> list[str]:
+    """Names of the presets."""
+    return sorted(_presets())
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
+
+
 def _whole(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise InvalidInput(f"{what} must be a whole number of at least 1, got {value!r}")
     return int(value)
 
-
-def _request(
-    line: str, where: str, count_tokens: Callable[[Any], int], gen_len: int
-) -> tuple[int, int]:
-    """Prompt and generation length of one line."""
-    try:
-        request = json.loads(line)
-    except ValueError as e:
-        raise InvalidInput(f"{where} is not JSON: {e}") from e
-    if not isinstance(request, dict):
-        raise InvalidInput(f"{where} is not a JSON object")
-    has = [key for key in ("prompt", "messages") if key in request]
-    if len(has) != 1:
-        raise InvalidInput(f'{where} must have either "prompt" or "messages"')
-    content, wanted = request[has[0]], {"prompt": str, "messages": list}[has[0]]
-    if not isinstance(content, wanted):
-        raise InvalidInput(f"{where}: {has[0]} must be a {wanted.__name__}")
-    try:
-        prompt = _whole("the number of prompt tokens", count_tokens(content))
-        return prompt, _whole("max_tokens", request.get("max_tokens", gen_len))
-    except InvalidInput as e:
-        raise InvalidInput(f"{where}: {e}") from e
