@@ -20,6 +20,7 @@ import typer
 import moegen as mg
 from moegen import jobs
 from moegen.errors import InvalidInput, MachineError, MoegenError
+from moegen.graph.requests import read_requests
 from moegen.units import format_bytes, format_seconds, parse_bytes
 
 app = typer.Typer(
@@ -170,7 +171,7 @@ def run(
     Without a strategy flag the plan is made for you. With one, B is the number of requests,
     b_a is B and b_e is 8192 unless given.
     """
-    requests = jobs.read_requests(input)
+    requests = read_requests(input)
     flags = _strategy_flags(
         B, b_a, b_e, s_expert, s_params, omega, kv_slots, dense_slots, expert_group, fetch
     )

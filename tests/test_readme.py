@@ -15,7 +15,7 @@ import typer.main
 
 from moegen.cli import app
 from moegen.graph.hf_files import catalogue
-from moegen.jobs import read_requests
+from moegen.graph.requests import read_requests
 
 matplotlib.use("agg")
 

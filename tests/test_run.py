@@ -12,6 +12,7 @@ import moegen as mg
 from moegen import jobs
 from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph.requests import read_requests
 
 CONTEXT = 1000
 
@@ -231,7 +232,7 @@ def test_a_file_without_requests_is_refused(job, engine, lines):
 
 def test_an_input_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(InvalidInput, match="cannot read .*nothing.jsonl: No such file"):
-        jobs.read_requests(tmp_path / "nothing.jsonl")
+        read_requests(tmp_path / "nothing.jsonl")
 
 
 def test_existing_output_is_never_overwritten(job, engine):

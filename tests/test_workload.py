@@ -89,27 +89,26 @@ def test_jsonl(tmp_path):
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("{", "is not JSON"),
-        ("[]", "is not a JSON object"),
-        ("{}", 'must have either "prompt" or "messages"'),
-        ('{"prompt": "a", "messages": []}', 'must have either "prompt" or "messages"'),
-        ('{"prompt": 3}', "prompt must be a str"),
-        ('{"prompt": ""}', "number of prompt tokens must be"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens must be"),
+        ("{", ":2: not JSON"),
+        ('{"prompt": "a"}', ':2: the key "id" is missing'),
+        ('{"id": 1, "prompt": "a"}', ":2: id 1 was used on line 1"),
+        ('{"id": 2, "messages": ["a"]}', ":2: message 0 must be"),
+        ('{"id": 2, "prompt": "a", "max_tokens": 0}', ":2: .max_tokens. must be"),
+        ('{"id": 2, "prompt": ""}', ", id 2: the number of prompt tokens must be"),
     ],
 )
-def test_jsonl_names_the_line(tmp_path, line, match):
+def test_jsonl_is_read_by_the_rules_of_a_job(tmp_path, line, match):
     path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(InvalidInput, match=f"line 2.*{match}"):
+    path.write_text('{"id": 1, "prompt": "fine", "max_tokens": null}\n' + line + "\n")
+    with pytest.raises(InvalidInput, match=rf"in\.jsonl{match}"):
         Workload.from_jsonl(path, count_tokens=count)
 
 
 def test_jsonl_that_is_empty_or_missing(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(InvalidInput, match=r"empty\.jsonl has no rows"):
+    with pytest.raises(InvalidInput, match=r"empty\.jsonl holds no request"):
         Workload.from_jsonl(tmp_path / "empty.jsonl", count_tokens=count)
-    with pytest.raises(InvalidInput, match="cannot be read"):
+    with pytest.raises(InvalidInput, match=r"cannot read .*none\.jsonl"):
         Workload.from_jsonl(tmp_path / "none.jsonl", count_tokens=count)
 
 

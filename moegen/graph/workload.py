@@ -184,4 +184,3 @@ def _whole(what: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise InvalidInput(f"{what} must be a whole number of at least 1, got {value!r}")
     return int(value)
-
