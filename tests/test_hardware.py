@@ -173,13 +173,18 @@ class NoNVML(Exception):
     """Stands in for pynvml.NVMLError."""
 
 
-def false_nvml(name: str) -> types.SimpleNamespace:
+UUIDS = ("GPU-1c3e5a70-0000-4444-8888-000000000000", "GPU-1c3e9b21-0000-4444-8888-000000000001")
+
+
+def false_nvml(*names: str) -> types.SimpleNamespace:
     return types.SimpleNamespace(
         NVMLError=NoNVML,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetName=lambda h: name,
+        nvmlDeviceGetCount=lambda: len(names),
+        nvmlDeviceGetUUID=lambda h: UUIDS[h],
+        nvmlDeviceGetName=lambda h: names[h],
         nvmlDeviceGetMemoryInfo=lambda h: types.SimpleNamespace(total=80 * 2**30),
         nvmlDeviceGetMaxPcieLinkGeneration=lambda h: 5,
         nvmlDeviceGetMaxPcieLinkWidth=lambda h: 16,
@@ -196,11 +201,43 @@ def false_nvml(name: str) -> types.SimpleNamespace:
 )
 def test_detect_with_a_gpu(tmp_path, monkeypatch, name, flops, source):
     monkeypatch.setitem(sys.modules, "pynvml", false_nvml(name))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     hw = detect(machine(tmp_path))
     assert (hw.gpu_name, hw.gpu_memory_bytes, hw.gpu_flops) == (name, 80 * 2**30, flops)
     assert hw.source["gpu_memory_bytes"] == "NVML" and source in hw.source["gpu_flops"]
     assert hw.h2d_bytes_per_s == pytest.approx(55e9, rel=0.01)
     assert "assumed" in hw.source["h2d_bytes_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "name"),
+    [
+        ("1", "NVIDIA L4"),
+        ("1,0", "NVIDIA L4"),
+        (" 0 ", "NVIDIA A10"),
+        (UUIDS[1], "NVIDIA L4"),
+        ("GPU-1c3e9", "NVIDIA L4"),
+        ("", None),
+        ("-1", None),
+        ("2,0", None),
+        ("GPU-ffff", None),
+    ],
+)
+def test_detect_takes_the_gpu_that_cuda_takes(tmp_path, monkeypatch, visible, name):
+    monkeypatch.setitem(sys.modules, "pynvml", false_nvml("NVIDIA A10", "NVIDIA L4"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    hw = detect(machine(tmp_path))
+    assert hw.gpu_name == (name or "none (CPU lanes)")
+    if name is None:
+        assert f"CUDA_VISIBLE_DEVICES is {visible!r}" in hw.source["gpu_name"]
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(detect_module.os, "sched_getaffinity", lambda _: {3, 5, 9}, raising=False)
+    assert detect_module.cores() == 3
+    monkeypatch.delattr(detect_module.os, "sched_getaffinity")
+    monkeypatch.setattr(detect_module.os, "cpu_count", lambda: None)
+    assert detect_module.cores() == 1
 
 
 def test_detect_here():

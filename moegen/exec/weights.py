@@ -5,7 +5,6 @@ One blob is one bulk copy to the GPU, and a GPU slot is viewed by the same layou
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from moegen.exec.checkpoint import Checkpoint, opened
 from moegen.exec.families.base import Family, Piece
 from moegen.exec.layout import Layout
 from moegen.exec.pinning import Pins, host_buffer
+from moegen.graph.detect import cores
 from moegen.graph.model import ModelSpec
 from moegen.units import format_bytes
 
@@ -243,10 +243,7 @@ _BLOCK = 4_194_301  # prime
 
 
 def _threads() -> int:
-    # The cores this process may use, where the system can tell.
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return min(_MAX_THREADS, cores)
+    return min(_MAX_THREADS, cores())
 
 
 def _copy(f: Any, key: str, places: list[tuple[Piece, Tensor]]) -> int:

@@ -48,19 +48,19 @@ def detect(root: str | Path = "/") -> HardwareSpec:
     root = Path(root)
     host, host_source = _host_memory(root)
     cpu_name = _cpu_name(root)
-    cores = _cores()
+    n_cores = cores()
     values: dict[str, Any] = {
         "name": platform.node() or "this machine",
-        "cpu_name": f"{cpu_name}, {cores} cores",
+        "cpu_name": f"{cpu_name}, {n_cores} cores",
         "host_memory_bytes": host,
         "gpu_efficiency": ((1, 0.004), (64, 0.1), (256, 0.45), (1024, 0.68), (4096, 0.74)),
         "launch_s": 1e-5,
         "duplex_bytes_per_s": None,
         "copy_latency_s": 2.3e-5,
-        "cpu_flops": cores * 50e9,
-        "cpu_attn_flops": cores * 25e9,
-        "host_bytes_per_s": min(cores * 6e9, 150e9),
-        "cpu_attn_bytes_per_s": min(cores * 6e9, 100e9),
+        "cpu_flops": n_cores * 50e9,
+        "cpu_attn_flops": n_cores * 25e9,
+        "host_bytes_per_s": min(n_cores * 6e9, 150e9),
+        "cpu_attn_bytes_per_s": min(n_cores * 6e9, 100e9),
     }
     source = {
         "name": "host name",
@@ -96,7 +96,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
 
 
 def _gpu() -> tuple[dict[str, Any], dict[str, str]] | str:
-    """Fields of the first GPU and their sources, or why there is none."""
+    """Fields of the GPU that CUDA would take and their sources, or why there is none."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -106,7 +106,9 @@ def _gpu() -> tuple[dict[str, Any], dict[str, str]] | str:
     except nvml.NVMLError as e:
         return f"no GPU seen (NVML: {e})"
     try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+        handle = _first_visible(nvml)
+        if handle is None:
+            return f"no GPU seen (CUDA_VISIBLE_DEVICES is {os.environ['CUDA_VISIBLE_DEVICES']!r})"
         name = nvml.nvmlDeviceGetName(handle)
         name = name.decode() if isinstance(name, bytes) else name
         memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
@@ -138,6 +140,26 @@ def _gpu() -> tuple[dict[str, Any], dict[str, str]] | str:
         "d2h_bytes_per_s": of_link,
         "zero_copy_bytes_per_s": f"{of_link}, and 90% of that",
     }
+
+
+def _first_visible(nvml: Any) -> Any:
+    """NVML's handle of CUDA's device 0, or None if CUDA_VISIBLE_DEVICES hides every GPU.
+
+    Like CUDA it takes an index or the beginning of a UUID, and sees nothing where the first
+    entry names no GPU. Indices are NVML's: CUDA's are the same if all GPUs are, or with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return nvml.nvmlDeviceGetHandleByIndex(0)
+    first = visible.split(",")[0].strip()
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = nvml.nvmlDeviceGetUUID(handle)
+        uuid = uuid.decode() if isinstance(uuid, bytes) else uuid
+        if first == str(index) or (first.startswith("GPU-") and uuid.startswith(first)):
+            return handle
+    return None
 
 
 def _host_memory(root: Path) -> tuple[int, str]:
@@ -198,7 +220,7 @@ def _cpu_name(root: Path) -> str:
     return platform.processor() or platform.machine() or "unknown CPU"
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def cores() -> int:
+    """Cores this process may use, where the system can tell; else those it has."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
