@@ -13,6 +13,7 @@ from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
 from moegen.exec.runner import Delays, Runner
 from moegen.exec.step import Row, Step
+from moegen.graph.model import ModelSpec
 from moegen.graph.task import TaskGraph
 
 if TYPE_CHECKING:
@@ -29,14 +30,18 @@ def run_synthetic(
     Raises
     ------
     InvalidInput
-        If the graph has no shape, is of another model, or ``steps`` is below 1.
+        If the graph has no shape, is of another model or dtype, or is unrolled already, or
+        ``steps`` is below 1.
     """
+    if g.n_steps != 1:
+        raise InvalidInput(
+            f"the graph is unrolled to {g.n_steps} steps: execute the graph of one step, "
+            f"with steps={g.n_steps}"
+        )
     if g.shape is None or g.layout is None:
         raise InvalidInput("the graph has no shape: build it, or bind one")
     model = machinery.family.spec
-    if g.model is None or (g.model.n_layers, g.model.hidden) != (model.n_layers, model.hidden):
-        name = "no model" if g.model is None else g.model.name
-        raise InvalidInput(f"the graph is of {name} and the engine holds {model.name}")
+    _require_same(g.model, model)
     if steps < 1:
         raise InvalidInput(f"cannot run {steps} steps: at least 1")
     shape, layout = g.shape, g.layout
@@ -62,7 +67,30 @@ def run_synthetic(
         Runner(g, program, machinery.device, delays=delays, on_records=recorder.add).run()
     finally:
         store.close()
-    return recorder.timeline()
+    timeline = recorder.timeline()
+    weights = machinery.weights
+    timeline.meta.update(pinned=weights.pinned, notes=list(weights.notes))
+    return timeline
+
+
+def _require_same(graphs: ModelSpec | None, engines: ModelSpec) -> None:
+    """Refuse a graph whose work would not be what the engine does."""
+    if graphs is None:
+        raise InvalidInput("the graph is of no model: build it of the engine's")
+    differs = [
+        f"{what} is {getattr(graphs, what)} in the graph and {getattr(engines, what)} in the engine"
+        for what in ("dtype", "hidden", "vocab", "n_layers")
+        if getattr(graphs, what) != getattr(engines, what)
+    ] or [
+        f"layer {i} has other sizes"
+        for i, (a, b) in enumerate(zip(graphs.layers, engines.layers, strict=True))
+        if a != b
+    ]
+    if differs:
+        raise InvalidInput(
+            f"the graph is of {graphs.name} and the engine holds {engines.name}: {differs[0]}; "
+            "build the graph of engine.model"
+        )
 
 
 def _fill(store: KVStore) -> None:
