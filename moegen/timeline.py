@@ -166,15 +166,17 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """Time from one step to the next.
+        """Time from one step to the next, between the ends of their last tasks.
 
-        Over n > 1 steps (end of the last - end of the first) / (n - 1), the end of a step
-        being that of its last task; the makespan where there is only one step.
+        The mean from the end of the first step, which found nothing prefetched, to that of
+        the last but one: the last step shares the machine with none after it and is too
+        short. With two steps only, the time between their ends; the makespan with one.
         """
-        ends = self.step_end_s
+        ends, steps = self.step_end_s, self.steps
         if len(ends) < 2:
             return self.makespan_s
-        return float(ends[-1] - ends[0]) / (self.steps[-1] - self.steps[0])
+        last = -2 if len(ends) > 2 else -1
+        return float(ends[last] - ends[0]) / (steps[last] - steps[0])
 
     def to_frame(self) -> pd.DataFrame:
         """One row a task: its id, lane, times in seconds, work, tokens and provenance.

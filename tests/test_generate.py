@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,8 +15,9 @@ pytest.importorskip("transformers")
 
 from tiny import edit_config, tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
-from moegen.errors import InvalidInput, MachineError  # noqa: E402
-from moegen.exec import generate  # noqa: E402
+from moegen.errors import GraphError, InvalidInput, MachineError  # noqa: E402
+from moegen.exec import generate, program  # noqa: E402
+from moegen.exec.buffers import Buffers  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.kv import KVStore  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
@@ -255,3 +259,60 @@ def test_rows_without_new_tokens_are_skipped(engine):
     took = {i.op: n for i, n in zip(t.ids, t.tokens_actual, strict=True) if i.microbatch == 1}
     assert took == {"fetch_kv": 0, "attn_gpu": 0}  # the fourth row's micro-batch
     assert {n for i, n in zip(t.ids, t.tokens_actual, strict=True) if i.op == "sample"} == {2}
+
+
+def test_routed_prefill_serves_waves_of_any_size(path, device):
+    # The first wave has one token, and so at most two active experts; the second has many.
+    prompts = [[5], list(range(3, 60)), [7, 8]]
+    decode = S.with_(B=3)
+    outs = {}
+    for fetch in ("all", "routed"):
+        plan = Plan(prefill=Strategy(B=1, b_a=1, b_e=4, fetch=fetch), decode=decode)
+        with Engine.from_pretrained(path, plan, device=device, dtype="float32") as e:
+            outs[fetch] = [o.token_ids for o in e.generate(prompts, 6, ignore_eos=True)]
+    assert outs["routed"] == outs["all"]
+
+
+def test_a_graph_with_too_few_routed_tasks_is_refused(engine, monkeypatch):
+    def short(model, s, phase, *, lengths):
+        return build(model, s.with_(fetch="routed"), phase, lengths=lengths[:1])
+
+    g = short(engine.model, S, "decode", lengths=[3])
+    more = Shape((3,), (40,))
+    monkeypatch.setattr(type(g.layout), "rows", property(lambda _: 1))
+    with pytest.raises(GraphError, match="active experts"):
+        engine.execute(g.bind(more))
+
+
+def test_buffers_go_with_the_run_that_made_them(engine, monkeypatch):
+    made = []
+
+    class Watched(Buffers):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(program, "Buffers", Watched)
+    gc.collect()
+    gc.disable()
+    try:
+        engine.generate(PROMPTS, 4, ignore_eos=True)
+        assert len(made) > 1 and all(ref() is None for ref in made)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cpu
+def test_threads_of_attention_leave_torch_as_it_was(tmp_path):
+    path, _ = tiny_mixtral(tmp_path, num_hidden_layers=1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Engine.from_pretrained(path, S, device="cpu", dtype="float32", threads=3) as e:
+            e.generate(PROMPTS, 2, ignore_eos=True)
+            with ThreadPoolExecutor(1) as later:
+                assert later.submit(torch.get_num_threads).result() == 2
+            assert e.machinery.pool.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

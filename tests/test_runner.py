@@ -96,6 +96,42 @@ def test_a_stalled_lane_is_named(engine, monkeypatch):
     assert threading.enumerate() == before
 
 
+def test_a_long_step_is_no_deadlock(engine, monkeypatch):
+    """Every lane but one waits far longer than STALL_S, and the one is at work or moves on."""
+
+    class Slow:
+        def issue_s(self, task, index):
+            return 0.0
+
+        def run_s(self, task, index):
+            return 0.08
+
+    plain = engine.generate(PROMPTS[:2], 2, ignore_eos=True)
+    monkeypatch.setattr(runner, "STALL_S", 0.2)
+    slow = engine.generate(PROMPTS[:2], 2, ignore_eos=True, delays=Slow())
+    assert [o.token_ids for o in slow] == [o.token_ids for o in plain]
+
+
+def test_a_second_interrupt_leaves_no_lane_behind(engine, monkeypatch):
+    before = threading.enumerate()
+    joined = []
+    join = threading.Thread.join
+
+    def interrupted(self, timeout=None):
+        if self.name.startswith("issue") and len(joined) < 2:
+            joined.append(self.name)
+            raise KeyboardInterrupt
+        join(self, timeout)
+
+    def fail(report):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, 6, ignore_eos=True, on_step=fail)
+    assert len(joined) == 2 and threading.enumerate() == before
+
+
 def test_a_step_that_nobody_binds_is_a_deadlock(engine, monkeypatch):
     def cut(*args, **kwargs):
         return build(*args, **kwargs).without(EdgeKind.DATA, "host_tokens")

@@ -127,9 +127,12 @@ def test_critical_path_of_a_measured_run_has_slack():
 
 def test_period_counts_steps_from_end_to_end():
     graph = TaskGraph((task("x", "GPU"),), ())
-    ids = [tid("x", k) for k in (4, 5, 6)]
-    run = Timeline(graph, ids, [0, 3, 7], [2, 5, 9], source="measured")
-    assert (run.makespan_s, run.period_s, run.steps) == (9.0, 3.5, (4, 5, 6))
+    ids = [tid("x", k) for k in (4, 5, 6, 7)]
+    run = Timeline(graph, ids, [0, 3, 7, 10], [2, 5, 9, 11], source="measured")
+    # From the first end at 2 to the last but one at 9, two steps on; the last is left out.
+    assert (run.makespan_s, run.period_s, run.steps) == (11.0, 3.5, (4, 5, 6, 7))
+    two = Timeline(graph, ids[:2], [0, 3], [2, 5])
+    assert two.period_s == 3.0
     assert Timeline(graph, [tid("x")], [1], [3]).period_s == 2.0
 
 

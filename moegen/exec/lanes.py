@@ -48,8 +48,9 @@ class Stream(Protocol):
     def record(self) -> Event: ...
     def wait(self, event: Event) -> None: ...
     def delay(self, seconds: float) -> None: ...
-    def busy(self) -> bool:
-        """Whether it is at work, not only waiting for another lane."""
+    def pulse(self) -> int:
+        """A number that another call finds changed if the lane has been at work meanwhile, or
+        still is; waiting for another lane is no work."""
         ...
 
     def synchronize(self) -> None: ...
@@ -128,12 +129,13 @@ class CpuStream:
         self._on_error = on_error
         self._failed = False
         self._working = False
+        self._pulse = 0
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"moegen-{name}", daemon=True)
         self._thread.start()
         if torch_threads is not None:
             with own_torch_threads():
-                self.submit(lambda: torch.set_num_threads(torch_threads))
+                self.submit(lambda: use_torch_threads(torch_threads))
                 self.synchronize()
 
     def _work(self) -> None:
@@ -154,11 +156,13 @@ class CpuStream:
                 work()
             finally:
                 self._working = False
+                self._pulse += 1
 
         self._queue.put(counted)
 
-    def busy(self) -> bool:
-        return self._working
+    def pulse(self) -> int:
+        self._pulse += self._working
+        return self._pulse
 
     def record(self) -> CpuEvent:
         event = CpuEvent(self.clock)
@@ -171,7 +175,7 @@ class CpuStream:
         self._queue.put(event.synchronize)
 
     def delay(self, seconds: float) -> None:
-        self._queue.put(lambda: time.sleep(seconds))
+        self.submit(lambda: time.sleep(seconds))
 
     def synchronize(self) -> None:
         self.record().synchronize()
@@ -203,6 +207,7 @@ class CudaStream:
     def __init__(self, device: torch.device, lane: Lane, clock: Clock) -> None:
         self.clock = clock
         self.stream = _cuda_stream(device, lane)
+        self._pulse = 0
 
     def submit(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self.stream):
@@ -223,8 +228,9 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(int(seconds * 1.9e9))
 
-    def busy(self) -> bool:
-        return not self.stream.query()
+    def pulse(self) -> int:
+        self._pulse += not self.stream.query()
+        return self._pulse
 
     def synchronize(self) -> None:
         self.stream.synchronize()
@@ -274,12 +280,18 @@ def own_torch_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def use_torch_threads(n: int) -> None:
+    """Let torch use ``n`` threads for what the calling thread does."""
+    torch.get_num_threads()  # a thread's first look takes over what is set for all: do it now
+    torch.set_num_threads(n)
+
+
 def attention_pool(threads: int) -> ThreadPoolExecutor:
     """``threads`` workers that use one torch thread each, all of them started."""
     ready = threading.Barrier(threads + 1)
 
     def begin() -> None:
-        torch.set_num_threads(1)
+        use_torch_threads(1)
         ready.wait()
 
     with own_torch_threads():

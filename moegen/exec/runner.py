@@ -210,6 +210,7 @@ class Runner(Generic[StepT]):
                 self._leave(t.join, lambda t=t: t.ident is not None and t.is_alive())
         for s in streams.values():
             self._leave(s.close)
+        self._streams = {}  # they refer to this runner, and through it to the buffers
         if self.along is not None:
             self._leave(self.along)
         if self.error is not None:
@@ -324,7 +325,8 @@ class Runner(Generic[StepT]):
         while not progress.wait_for(need, lambda: self._over(index)):
             # A long step is no deadlock: one is when nobody has moved and nobody is at work.
             now = sum(p.done for p in (self.bound, *self.progress.values()))
-            if now == before and not any(s.busy() for s in self._streams.values()):
+            now += sum(s.pulse() for s in self._streams.values())
+            if now == before:
                 raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self._standing()}")
             before = now
         self._check(index)
