@@ -4,14 +4,16 @@ Shape legend: T packed tokens, R rows, n tokens of a row, D width of a head. One
 KV row is [K and V][kv head][D] for grouped queries, [latent | rope key] for a latent cache.
 
 Every product goes through ``scaled_dot_product_attention``, which keeps scores and softmax
-in float32. The query heads that share a KV head are folded into the query length: KV is
-read once a group, which on a CPU is several times faster than ``enable_gqa``.
+in float32, and no copy of keys or values is ever made for the query heads that share them. In
+decode such heads are folded into the query length: KV is read once a group, which on a CPU is
+several times faster than ``enable_gqa``. Causal attention cannot fold them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
@@ -56,16 +58,22 @@ def prefill(
         part = slice(start, start + rows * n)
         start += rows * n
         qb, kb, vb = (t[part].unflatten(0, (rows, n)).transpose(1, 2) for t in (q, k, v))
-        if heads != kv_heads:
-            kb, vb = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (kb, vb))
         mask = None
         if window is not None and n > window:
             i = torch.arange(n, device=q.device)
             mask = (i[:, None] >= i) & (i[:, None] < i + window)
-        o = F.scaled_dot_product_attention(
-            qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scale
+        attend = partial(
+            F.scaled_dot_product_attention, attn_mask=mask, is_causal=mask is None, scale=scale
         )
-        out[part].unflatten(0, (rows, n)).copy_(o.transpose(1, 2))
+        to = out[part].unflatten(0, (rows, n)).transpose(1, 2)
+        if q.device.type != "cuda" or (mask is None and q.element_size() == 2):
+            to.copy_(attend(qb, kb, vb, enable_gqa=heads != kv_heads))
+            continue
+        # Of CUDA's fused kernels only those without masks and float32 know groups: give the
+        # others one query head of each group at a time.
+        group = heads // kv_heads
+        for j in range(group):
+            to[:, j::group].copy_(attend(qb[:, j::group], kb, vb))
     return out
 
 

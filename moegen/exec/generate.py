@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from moegen.exec.buffers import Capacity
 from moegen.exec.kv import KVStore
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
 from moegen.exec.runner import Delays, Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.build import build
+from moegen.graph.sizes import Capacity
 from moegen.graph.strategy import Plan
 from moegen.graph.task import TaskGraph
 
@@ -125,7 +125,6 @@ class Generation:
         self.keep_logits, self.delays, self.keep_steps = keep_logits, delays, keep_steps
         self.timelines: list[Timeline] = []
         self.sampled = 0
-        self.gpu_bytes = 0
         self._began = time.perf_counter()
         self._news: queue.SimpleQueue[tuple[list[SequenceState], StepReport]] = queue.SimpleQueue()
 
@@ -147,18 +146,9 @@ class Generation:
         model = self.machinery.family.spec
         graph = build(model, s, "prefill", lengths=[len(x.prompt) for x in waves[0]])
         assert graph.layout is not None
-        parts = [graph.layout.micro_batch(m) for m in range(len(graph.layout.micro_batches))]
-
-        def tokens(wave: Sequence[SequenceState], places: range) -> int:
-            return sum(len(wave[p].prompt) for p in places if p < len(wave))
-
-        capacity = Capacity(
-            rows=size,
-            tokens=max(tokens(w, range(size)) for w in waves),
-            staged_tokens=max(tokens(w, part) for w in waves for part in parts),
-            slot_tokens=0,
-        )
         layout = graph.layout
+        prompts = [[len(x.prompt) for x in wave] for wave in waves]
+        capacity = Capacity.most(Capacity.of("prefill", layout, new, new) for new in prompts)
 
         def rows(index: int) -> tuple[Step, Sequence[SequenceState]] | None:
             if index == len(waves):
@@ -174,9 +164,7 @@ class Generation:
         graph = build(model, s, "decode", lengths=[x.past for x in batch])
         assert graph.layout is not None
         layout, n = graph.layout, len(batch)
-        parts = [layout.micro_batch(m) for m in range(len(layout.micro_batches))]
-        slot = max((sum(batch[p].room for p in part) for part in parts), default=0)
-        capacity = Capacity(rows=n, tokens=n, staged_tokens=n, slot_tokens=slot)
+        capacity = Capacity.of("decode", layout, [1] * n, [x.room for x in batch])
 
         def rows(index: int) -> tuple[Step, Sequence[SequenceState]] | None:
             live = [x for x in batch if x.finish is None]
@@ -215,7 +203,6 @@ class Generation:
         program = Program(
             graph, self.machinery, store, capacity, source, keep_logits=self.keep_logits
         )
-        self.gpu_bytes = max(self.gpu_bytes, program.buffers.bytes["gpu"])
         runner = Runner(
             graph,
             program,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegen.errors import InvalidInput
-from moegen.exec.buffers import Capacity
 from moegen.exec.kv import KVStore
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
 from moegen.exec.runner import Delays, Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.model import ModelSpec
+from moegen.graph.sizes import Capacity
 from moegen.graph.task import TaskGraph
 
 if TYPE_CHECKING:
@@ -106,13 +106,4 @@ def _capacity(g: TaskGraph) -> Capacity:
     """What the graph's own shape asks for."""
     assert g.shape is not None and g.layout is not None
     shape, layout = g.shape, g.layout
-    parts = [layout.micro_batch(m) for m in range(len(layout.micro_batches))]
-    new = [sum(shape.new[p] for p in part) for part in parts]
-    slot = [sum(shape.past[p] + 1 for p in part) for part in parts]
-    decode = g.phase == "decode"
-    return Capacity(
-        rows=layout.rows,
-        tokens=shape.tokens,
-        staged_tokens=shape.tokens if decode else max(new),
-        slot_tokens=max(slot, default=0) if decode else 0,
-    )
+    return Capacity.of(g.phase, layout, shape.new, [n + 1 for n in shape.past])

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegen.errors import InvalidInput
-from moegen.graph.memory import residency, ring_slots
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import OPS, expert_range
 from moegen.graph.passes import assemble
+from moegen.graph.residency import residency
 from moegen.graph.shape import Shape
+from moegen.graph.sizes import BufferSizes, Capacity
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Layout, Ring, Task, TaskGraph, TaskId, Value
 
@@ -299,41 +300,11 @@ class _Step:
 
     def rings(self) -> dict[str, Ring]:
         """Slots of every buffer that crosses lanes; never more than a step uses."""
-        m, wanted = self.model, ring_slots(self.model, self.s)
-        a = m.act_bytes
-        attention = [layer.attention for layer in m.layers]
-        q = max(x.q_width(self.phase) for x in attention)
-        out = max(x.out_width(self.phase) for x in attention)
-        kv = max(x.kv_width for x in attention)
-        batch_tokens = self.shape.tokens
-        parts = self.layout.parts
-        new, past = self.shape.new, self.shape.past
-        part_tokens = max((sum(new[p.start : p.stop]) for p in parts), default=0)
-        staged = part_tokens if self.phase == "prefill" else batch_tokens
-        slot_tokens = max((sum(past[p.start : p.stop]) + len(p) for p in parts), default=0)
-        experts = max((x.n_experts for x in m.layers), default=0)
-        rows = self.layout.rows
-        sizes = {
-            "rows": (1, 8 * (3 * batch_tokens + 5 * rows), "gpu"),
-            "dense_weights": (wanted["dense_weights"], max(x.dense_bytes for x in m.layers), "gpu"),
-            "expert_weights": (
-                wanted["expert_weights"],
-                max(x.expert_bytes + x.expert_scale_bytes for x in m.layers) * self.s.expert_group,
-                "gpu",
-            ),
-            "qkv": (2, staged * (q + kv) * a, "gpu"),
-            "kv": (wanted["kv"], slot_tokens * kv * a, "gpu"),
-            "attn_out": (1, staged * out * a, "gpu"),
-            "host_qkv": (1, self.layout.cpu_rows * (q + kv) * a, "host"),
-            "host_attn": (1, self.layout.cpu_rows * out * a, "host"),
-            "counts": (1, 8 * experts, "gpu"),
-            "host_counts": (1, 8 * experts, "host"),
-            "logits": (1, rows * m.vocab * 4, "gpu"),
-            "tokens": (1, 8 * rows, "gpu"),
-            "host_tokens": (1, 8 * rows, "host"),
-        }
+        shape = self.shape
+        capacity = Capacity.of(self.phase, self.layout, shape.new, [n + 1 for n in shape.past])
+        sizes = BufferSizes(self.model, self.s, self.phase, capacity)
         return {
             name: Ring(name, min(slots, self.uses[name]), self.uses[name], nbytes, where)
-            for name, (slots, nbytes, where) in sizes.items()
+            for name, (slots, nbytes, where) in sizes.rings.items()
             if self.uses.get(name)
         }

@@ -1,7 +1,9 @@
 """The only byte accounting: Eq. 2 (host) and Eq. 3 (GPU) of MoE-Gen as a ledger, line by line.
 
-Buffers are counted as the builder's rings and the kernels hold them; what the allocator
-and the CUDA context take on top is not known here and not counted.
+A ledger is an upper bound on what a run holds, whatever the order of its rows: buffers by
+`moegen.graph.sizes`, what ops hold beside them by `moegen.graph.working`. What the allocator,
+the libraries' workspaces and the CUDA context take on top is not known here and not counted,
+nor are the copies of logits that someone asks to keep.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from moegen.errors import Infeasible, InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.residency import Residency, residency, ring_slots
+from moegen.graph.sizes import BufferSizes, Capacity, dense_blob_bytes, expert_blob_bytes
 from moegen.graph.strategy import Strategy
+from moegen.graph.working import routing_bytes, temporaries
 from moegen.graph.workload import Workload
 from moegen.units import GIB, format_bytes
 
@@ -26,7 +30,9 @@ __all__ = [
 _REMEDY = {
     "weights": "a smaller model or dtype, or more host memory",
     "KV store": "a smaller B",
+    "weights as packed": "more host memory",
     "queries and outputs staged": "a smaller B or omega",
+    "attention on the CPU": "a smaller B or omega",
     "resident weights": "a smaller s_params",
     "embedding and output matrix": "a GPU with more memory",
     "expert slots": "a smaller s_expert or expert_group",
@@ -36,13 +42,14 @@ _REMEDY = {
     "hidden states": "a smaller B",
     "queries, keys and values": "a smaller B (decode) or b_a (prefill)",
     "attention output": "a smaller B (decode) or b_a (prefill)",
-    "keys and values of all heads": "a smaller b_a",
-    "MLP tile": "a smaller b_e",
-    "tokens by expert": "a smaller B",
+    "routing": "a smaller B",
+    "outputs by expert": "a smaller B",
+    "shared experts' output": "a smaller B",
     "logits": "a smaller B",
+    "temporaries": "a smaller b_e, b_a (prefill) or B",
 }
 # Lines that no strategy changes.
-_FIXED = {"weights", "embedding and output matrix"}
+_FIXED = {"weights", "weights as packed", "embedding and output matrix"}
 
 
 @dataclass(frozen=True)
@@ -175,8 +182,9 @@ def memory(
     Parameters
     ----------
     phase : {"decode", "prefill"}
-        The phase ``s`` is for. Rows are counted at the lengths of the longest B rows
-        of the workload (b_a for a micro-batch).
+        The phase ``s`` is for. Rows are counted at the lengths of the longest B rows of the
+        workload (b_a for a micro-batch), and as many on the CPU, and on the GPU, as any
+        order of the rows leads to.
 
     Returns
     -------
@@ -222,25 +230,21 @@ class _Need:
     """The quantities that the lines of a ledger are made of."""
 
     def __init__(self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase) -> None:
-        self.model, self.s, self.phase, self.decode = model, s, phase, phase == "decode"
+        self.model, self.s = model, s
+        self.phase: Phase = phase
         self.kept = residency(model, s.s_params)
         self.store_tokens = work.longest(s.B)
-        self.cpu_rows = int(s.omega * s.B + 0.5) if self.decode else 0
-        self.part_rows = min(s.b_a, s.B - self.cpu_rows)
-        # New tokens of a step, and of what is staged for attention at once.
-        self.tokens = s.B if self.decode else work.longest(s.B, prompt_only=True)
-        self.staged = s.B if self.decode else work.longest(self.part_rows, prompt_only=True)
-        self.slot_tokens = work.longest(self.part_rows) if self.decode else 0
-        attention = [layer.attention for layer in model.layers]
-        self.q = max(a.q_width(phase) for a in attention)
-        self.out = max(a.out_width(phase) for a in attention)
-        self.kv = max(a.kv_width for a in attention)
+        self.most = Capacity.worst(s, work, phase)
+        self.sizes = BufferSizes(model, s, phase, self.most)
 
     def host(self) -> list[tuple[str, int, str]]:
-        m, a, rows = self.model, self.model.act_bytes, self.cpu_rows
-        experts = max(layer.n_experts for layer in m.layers)
+        m, a, rows, sizes = self.model, self.model.act_bytes, self.most.cpu_rows, self.sizes
+        packed = m.head_bytes + sum(
+            dense_blob_bytes(m, x) + x.n_experts * expert_blob_bytes(m, x) for x in m.layers
+        )
         return [
             ("weights", m.weight_bytes, f"{m.n_params / 1e9:.3f} B parameters"),
+            ("weights as packed", packed - m.weight_bytes, "float32 routers, alignment"),
             (
                 "KV store",
                 self.store_tokens * m.kv_bytes_per_token,
@@ -248,66 +252,78 @@ class _Need:
             ),
             (
                 "queries and outputs staged",
-                rows * (self.q + self.kv + self.out) * a,
+                sizes.ring_bytes("host_qkv", "host_attn"),
                 f"{rows} rows that the CPU attends to",
             ),
-            ("row table", self._table() + 8 * experts, f"{self.s.B} rows, counts by expert"),
+            (
+                "attention on the CPU",
+                rows * (sizes.q + 2 * sizes.out) * a,
+                f"{rows} rows, as each thread leaves them and together",
+            ),
+            (
+                "row table",
+                2 * sizes.slot_bytes("rows") + sizes.ring_bytes("host_counts", "host_tokens"),
+                f"{self.s.B} rows, made and pinned; counts by expert, tokens",
+            ),
         ]
 
-    def _table(self) -> int:
-        return 8 * (3 * self.tokens + 5 * self.s.B)
-
     def gpu(self) -> list[tuple[str, int, str]]:
-        m, s, kept, a = self.model, self.s, self.kept, self.model.act_bytes
-        slots = ring_slots(m, s, kept)
-        n_dense, n_expert = slots["dense_weights"], slots["expert_weights"]
-        n_kv = slots["kv"] if self.part_rows and self.decode else 0
-        expert = max(x.expert_bytes + x.expert_scale_bytes for x in m.layers) * s.expert_group
-        dense = max(x.dense_bytes for x in m.layers)
-        tile = min(s.b_e, self.tokens)
-        widest = max(
-            max(x.moe_intermediate, x.shared_intermediate, x.dense_intermediate) for x in m.layers
+        m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most
+        padding = sum(
+            resident * (dense_blob_bytes(m, x) - x.dense_bytes)
+            + n * (expert_blob_bytes(m, x) - x.expert_bytes - x.expert_scale_bytes)
+            for x, resident, n in zip(m.layers, kept.dense, kept.experts, strict=True)
         )
+        needed = temporaries(m, self.phase, most, s.b_e)
+        a, hidden, tokens, staged = m.act_bytes, m.hidden, most.tokens, most.staged_tokens
         top_k = max(x.top_k for x in m.layers)
-        mla = max(
-            x.attention.n_heads * (x.attention.head_dim + x.attention.v_head_dim)
-            if x.attention.kind == "mla" and not self.decode
-            else 0
-            for x in m.layers
-        )
-        tokens, hidden = self.tokens, m.hidden
+        shared = any(x.shared_params for x in m.layers)
+
+        def slots(ring: str, name: str) -> str:
+            n = sizes.slots(ring)
+            return f"{n} of {format_bytes(sizes.slot_bytes(ring))} ({name})"
+
         return [
             (
                 "resident weights",
-                kept.bytes,
+                kept.bytes + padding,
                 f"{sum(kept.dense)} dense blobs, {sum(kept.experts)} experts (S_Params)",
             ),
             ("embedding and output matrix", m.head_bytes, "always on the GPU"),
             (
                 "expert slots",
-                n_expert * expert,
-                f"{n_expert} of {format_bytes(expert)} (S_Expert)",
+                sizes.ring_bytes("expert_weights"),
+                slots("expert_weights", "S_Expert"),
             ),
-            ("dense slots", n_dense * dense, f"{n_dense} of {format_bytes(dense)} (S_Dense)"),
+            ("dense slots", sizes.ring_bytes("dense_weights"), slots("dense_weights", "S_Dense")),
             (
                 "KV slots",
-                n_kv * self.slot_tokens * self.kv * a,
-                f"{n_kv} of {self.part_rows} rows, one layer (S_KV-GPU)",
+                sizes.ring_bytes("kv"),
+                f"{sizes.slots('kv')} of {most.part_rows} rows, one layer (S_KV-GPU)",
             ),
-            ("row table", self._table(), f"{s.B} rows"),
-            ("hidden states", 3 * tokens * hidden * a, f"{tokens} tokens: before, after, normed"),
             (
-                "queries, keys and values",
-                2 * self.staged * (self.q + self.kv) * a,
-                f"2 of {self.staged} tokens",
+                "row table",
+                sizes.ring_bytes("rows", "counts", "tokens"),
+                f"{s.B} rows; counts by expert, tokens",
             ),
-            ("attention output", self.staged * self.out * a, f"{self.staged} tokens"),
-            ("keys and values of all heads", self.staged * mla * a, f"{self.staged} tokens, MLA"),
-            ("MLP tile", tile * (3 * widest + 2 * hidden) * a, f"{tile} tokens (b_e)"),
+            ("hidden states", 2 * tokens * hidden * a, f"{tokens} tokens: residual and normed"),
+            ("queries, keys and values", sizes.ring_bytes("qkv"), f"2 of {staged} tokens"),
+            ("attention output", sizes.ring_bytes("attn_out"), f"{staged} tokens"),
             (
-                "tokens by expert",
-                2 * tokens * top_k * hidden * a,
-                f"{tokens} x {top_k}, in and out",
+                "routing",
+                max(routing_bytes(x, tokens) for x in m.layers),
+                f"{tokens} x {top_k} choices, sorted",
             ),
-            ("logits", s.B * m.vocab * 4, f"{s.B} rows in float32"),
+            ("outputs by expert", tokens * top_k * hidden * a, f"{tokens} x {top_k}"),
+            ("shared experts' output", shared * tokens * hidden * a, f"{tokens} tokens"),
+            ("logits", sizes.ring_bytes("logits"), f"{s.B} rows"),
+            (
+                "temporaries",
+                needed.bytes,
+                f"{needed.op} takes most: {needed.tokens} {_UNIT.get(needed.op, 'tokens')} at once",
+            ),
         ]
+
+
+# Ops that work on rows.
+_UNIT = {"attn_gpu": "rows", "lm_head": "rows"}

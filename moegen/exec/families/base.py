@@ -243,7 +243,7 @@ class Family(ABC):
             total.addcmul_(y.float(), weights[:, k, None].float())
         if shared is not None:
             total += shared
-        return (total + x).to(x.dtype)
+        return total.add_(x).to(x.dtype)
 
     def logits(self, w: Weights, x: Tensor) -> Tensor:
         """Final norm and output matrix: [R, H] to [R, vocab]."""
@@ -274,4 +274,4 @@ def _mlp_shapes(target: str, hidden: int, width: int) -> Shapes:
 
 def _mlp(h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     gate, up = F.linear(h, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear(F.silu(gate).mul_(up), down)

@@ -2,10 +2,14 @@
 
 Nothing here may copy between host and device: on CUDA such a copy queues behind the
 weights. Sizes come from the step, which the host knows.
+
+What is kept from one kernel to the next is let go of by the last that reads it, and what
+works token by token takes b_e of them at once: `moegen.graph.working` counts on both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +18,16 @@ if TYPE_CHECKING:
     from moegen.exec.program import Program
     from moegen.exec.step import Step
     from moegen.graph.task import Task
+
+
+NOTHING = torch.empty(0)
+
+
+def _tiles(p: Program, start: int, stop: int) -> Iterator[slice]:
+    """``[start, stop)`` in slices of at most b_e."""
+    tile = p.strategy.b_e
+    for at in range(start, stop, tile):
+        yield slice(at, min(at + tile, stop))
 
 
 def embed(p: Program, task: Task, index: int, step: Step) -> None:
@@ -92,9 +106,12 @@ def post_attn(p: Program, task: Task, index: int, step: Step) -> None:
 
 
 def route(p: Program, task: Task, index: int, step: Step) -> None:
-    s = p.scratch
-    ids, s.gates = p.family.route(p.dense(task, index), s.h)
-    n_experts, k = p.model.layers[task.id.layer].n_experts, ids.shape[1]
+    s, layer, weights = p.scratch, p.model.layers[task.id.layer], p.dense(task, index)
+    n_experts, k = layer.n_experts, layer.top_k
+    ids = torch.empty((step.n_tokens, k), dtype=torch.int64, device=s.h.device)
+    s.gates = torch.empty((step.n_tokens, k), dtype=torch.float32, device=s.h.device)
+    for tile in _tiles(p, 0, step.n_tokens):
+        ids[tile], s.gates[tile] = p.family.route(weights, s.h[tile])
     # Stable, so that each expert takes its tokens in order: results do not depend on timing.
     chosen, order = torch.sort(ids.reshape(-1), stable=True)
     places = torch.arange(order.numel(), device=order.device)
@@ -103,37 +120,44 @@ def route(p: Program, task: Task, index: int, step: Step) -> None:
     bounds = torch.searchsorted(chosen, torch.arange(n_experts + 1, device=chosen.device))
     p.buffers.counts[p.slot("counts", task, index), :n_experts] = bounds.diff()
     s.outputs = torch.empty((order.numel(), s.h.shape[1]), dtype=s.h.dtype, device=s.h.device)
-    s.shared = None
 
 
 def shared_expert(p: Program, task: Task, index: int, step: Step) -> None:
-    p.scratch.shared = p.family.shared_expert(p.dense(task, index), p.scratch.h)
+    s, weights = p.scratch, p.dense(task, index)
+    s.shared = torch.empty_like(s.h)
+    for tile in _tiles(p, 0, step.n_tokens):
+        s.shared[tile] = p.family.shared_expert(weights, s.h[tile])
 
 
 def dense_mlp(p: Program, task: Task, index: int, step: Step) -> None:
-    s = p.scratch
-    s.x = s.x + p.family.dense_mlp(p.dense(task, index), s.h)
+    s, weights = p.scratch, p.dense(task, index)
+    for tile in _tiles(p, 0, step.n_tokens):
+        s.x[tile] += p.family.dense_mlp(weights, s.h[tile])
 
 
 def expert(p: Program, task: Task, index: int, step: Step) -> None:
-    s, counts, tile = p.scratch, step.counts[task.id.layer], p.strategy.b_e
+    s, counts = p.scratch, step.counts[task.id.layer]
     for place, e in enumerate(p.experts(task, step)):
         first = sum(counts[:e])
         weights = p.expert_weights(task, index, place, e) if counts[e] else {}
-        for a in range(first, first + counts[e], tile):
-            b = min(a + tile, first + counts[e])
-            s.outputs[a:b] = p.family.expert(weights, s.h.index_select(0, s.order[a:b]))
+        for tile in _tiles(p, first, first + counts[e]):
+            s.outputs[tile] = p.family.expert(weights, s.h.index_select(0, s.order[tile]))
 
 
 def combine(p: Program, task: Task, index: int, step: Step) -> None:
     s = p.scratch
-    s.x = p.family.combine(s.x, s.outputs, s.inverse, s.gates, s.shared)
+    for tile in _tiles(p, 0, step.n_tokens):
+        shared = None if s.shared is None else s.shared[tile]
+        s.x[tile] = p.family.combine(s.x[tile], s.outputs, s.inverse[tile], s.gates[tile], shared)
+    s.outputs = s.order = s.inverse = s.gates = NOTHING
+    s.shared = None
 
 
 def lm_head(p: Program, task: Task, index: int, step: Step) -> None:
     s = p.scratch
     last = p.columns(step, index)["last"]
     s.logits = p.family.logits(p.machinery.head, s.x.index_select(0, last))
+    s.x = s.h = NOTHING
     if p.keep_logits:
         p.buffers.logits[p.slot("logits", task, index), : step.n_rows].copy_(s.logits)
 
@@ -141,3 +165,4 @@ def lm_head(p: Program, task: Task, index: int, step: Step) -> None:
 def sample(p: Program, task: Task, index: int, step: Step) -> None:
     tokens = p.buffers.tokens[p.slot("tokens", task, index)]
     tokens[: step.n_rows] = p.scratch.logits.argmax(-1)
+    p.scratch.logits = NOTHING
