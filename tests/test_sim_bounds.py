@@ -207,3 +207,16 @@ def test_built_graphs_keep_to_the_longest_path_and_the_bound(name, phase, knobs)
         chain = bound(graph, cost).chain
         assert (chain[0].op, chain[-1].op) == ("copy_rows", "copy_tokens")
         assert {i.layer for i in chain} >= set(range(model.n_layers))
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32])
+@pytest.mark.parametrize("omega", [0.0, 0.3, 1.0])
+def test_a_period_is_never_below_the_bound_however_few_steps(slots, omega):
+    # With slots for a whole step of experts, the last step has the link for itself.
+    model = ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=4)
+    s = Strategy(B=2000, b_a=256, b_e=8192, s_expert=slots * model.expert_bytes, omega=omega)
+    g = build(model, s, "decode", kv_len=640)
+    cost = CostModel.roofline(HardwareSpec.from_name("c2"))
+    periods = [simulate(g, cost, steps=n).period_s for n in (3, 4, 8)]
+    assert min(periods) >= bound_s(g, cost) * (1 - 1e-9)
+    assert max(periods) <= min(periods) * 1.01

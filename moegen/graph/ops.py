@@ -1,7 +1,7 @@
 """The closed vocabulary of operations: the lane of each, and how much work it is.
 
 Shape legend: T new tokens of the step, R live rows, H hidden size, E experts, k experts
-a token, C tokens of history. Weights count once a task, however many tokens use them.
+a token, C tokens of history. Weights count once a kernel, however many tokens use them.
 """
 
 from __future__ import annotations
