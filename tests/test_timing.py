@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from delays import Held, RandomDelays  # noqa: E402
 from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
+from moegen.errors import DeadlockError  # noqa: E402
 from moegen.exec import generate, program, runner  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
@@ -25,7 +26,7 @@ from moegen.graph.passes import buffer_edges  # noqa: E402
 from moegen.graph.strategy import Plan, Strategy  # noqa: E402
 from moegen.graph.task import EdgeKind  # noqa: E402
 
-SEEDS = {"cpu": {"mixtral": 200, "deepseek_v2": 100}, "cuda": {"mixtral": 50, "deepseek_v2": 50}}
+SEEDS = {"cpu": 200, "cuda": 50}
 CHUNKS = 10
 PROMPTS = ([5, 9, 70], [11], [3, 8, 100, 42, 17, 60, 9])
 # Rows end at different steps, and the last one is alone behind a barrier.
@@ -82,7 +83,7 @@ class Bench:
 
     @property
     def seeds(self):
-        return SEEDS[self.engine.device.type][self.engine.model.model_type]
+        return SEEDS[self.engine.device.type]
 
     def run(self, fields, delays=None):
         """Tokens and KV store of a run, every buffer poisoned before it."""
@@ -232,11 +233,7 @@ def without(monkeypatch):
     def take(phase=None, kind=None, buffer=None):
         def cut(model, s, at, **kwargs):
             g = build(model, s, at, **kwargs)
-            if at != phase:
-                return g
-            less = g.without(kind, buffer)
-            assert len(less.edges) < len(g.edges)
-            return less
+            return g.without(kind, buffer) if at == phase else g
 
         monkeypatch.setattr(generate, "build", cut)
 
@@ -291,11 +288,17 @@ def test_every_class_of_input_between_lanes_is_listed(tmp_path):
         assert across == INPUTS.keys() | IMPLIED_INPUTS
 
 
+# What becomes of an index, a count or a size that nobody wrote, and of a step that nobody bound.
+FAILURES = (IndexError, KeyError, RuntimeError, DeadlockError)
+
+
 # On CPU lanes alone: there an index read from an unwritten table raises, on CUDA it would end
 # the process's use of the device.
 @pytest.mark.parametrize("device", DEVICES[:1], indirect=True)
 @pytest.mark.parametrize("buffer", INPUTS)
 def test_without_an_input_a_run_differs_or_fails(bench, without, monkeypatch, buffer):
+    g = build(bench.engine.model, plan_of(bench.engine.model, **ROOMY).decode, lengths=[3, 1, 7])
+    assert len(g.without(EdgeKind.DATA, buffer).edges) < len(g.edges)
     held = Held(INPUTS[buffer], 1, HOLD_S)
     wanted = bench.expected(ROOMY)
     assert same(bench.run(ROOMY, held), wanted)
@@ -304,6 +307,6 @@ def test_without_an_input_a_run_differs_or_fails(bench, without, monkeypatch, bu
         monkeypatch.setattr(runner, "STALL_S", 1.0)  # nobody binds the next step
     try:
         got = bench.run(ROOMY, held)
-    except Exception:
+    except FAILURES:
         return
     assert not same(got, wanted)
