@@ -58,7 +58,7 @@ def test_commands_and_their_options_exist(line):
     assert context.command is command
 
 
-@pytest.mark.parametrize("line", [x for x in MOEGEN if not x.startswith("moegen run")])
+@pytest.mark.parametrize("line", [x for x in MOEGEN if x.split()[1] not in ("run", "demo")])
 def test_commands_that_need_no_checkpoint_run(line, tmp_path):
     words = [sys.executable, "-c", "from moegen.cli import main; main()", *shlex.split(line)[1:]]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -104,6 +104,23 @@ def test_paths_of_the_layout_and_links_exist():
     paths += re.findall(r"`((?:docs|benchmarks|notebooks)/[^`]*)`", README)
     assert len(paths) > 12
     assert [p for p in paths if not (ROOT / p).exists()] == []
+
+
+def test_measured_numbers_are_those_of_the_report():
+    (said,) = re.findall(r"What was measured is in .*", README)
+    report = (ROOT / "benchmarks/h200/REPORT.md").read_text(encoding="utf-8")
+    numbers = re.findall(r"\d+\.\d+%", said)
+    assert len(numbers) == 2
+    table = report.partition("## Decode against the bound")[2].partition("## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    (column,) = {row.index(c) for row in rows for c in ("share", "share of the bound") if c in row}
+    shares = [row[column] for row in rows if "%" in "".join(row[column:])]
+    assert numbers == [min(shares, key=_percent), max(shares, key=_percent)]
+    assert "4 layers of mixtral-8x7b at true width, random weights" in table
+
+
+def _percent(text: str) -> float:
+    return float(text.removesuffix("%"))
 
 
 def test_example_requests_are_good(tmp_path):
