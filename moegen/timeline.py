@@ -13,7 +13,8 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.io import from_dict
-from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Task, TaskGraph, TaskId
+from moegen.graph.shape import Shape
+from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Task, TaskGraph, TaskId, Work
 from moegen.units import format_seconds
 
 if TYPE_CHECKING:
@@ -181,8 +182,9 @@ class Timeline:
     def to_frame(self) -> pd.DataFrame:
         """One row a task: its id, lane, times in seconds, work, tokens and provenance.
 
-        ``wait_s`` is how long a task's inputs lay ready before it began. Work is NaN where
-        the graph has no shape.
+        ``wait_s`` is how long a task's inputs lay ready before it began. Work is that which
+        was done: of a measured run what each step really handled, by its ``shapes``, else
+        what the graph planned; NaN where the graph has no shape.
         """
         import pandas as pd
 
@@ -193,15 +195,25 @@ class Timeline:
         frame["duration_s"] = self.end_s - self.start_s
         frame["ready_s"] = self.ready_s
         frame["wait_s"] = self.start_s - self.ready_s
-        frame["tokens_planned"] = self._work("tokens")
+        frame["tokens_planned"] = [_of(t.work, "tokens") for t in self.tasks]
         frame["tokens_actual"] = self.tokens_actual
         for name in _WORK:
-            frame[name] = self._work(name)
+            frame[name] = [_of(work, name) for work in self.work_done]
         frame["provenance"] = list(self.provenance)
         return frame
 
-    def _work(self, name: str) -> list[float]:
-        return [np.nan if t.work is None else getattr(t.work, name) for t in self.tasks]
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """What each step of a measured run really worked on; empty where unknown."""
+        return tuple(Shape.from_dict(s) for s in self.meta.get("shapes", ()))
+
+    @cached_property
+    def work_done(self) -> tuple[Work | None, ...]:
+        """Each task's work in the step that it ran in."""
+        if not self.shapes:
+            return tuple(t.work for t in self.tasks)
+        bound = dict(zip(self.steps, map(self.graph.bind, self.shapes), strict=True))
+        return tuple(bound[i.step][i._replace(step=0)].work for i in self.ids)
 
     def utilization(self) -> pd.DataFrame:
         """How busy each lane was: ``tasks``, ``busy_s``, ``idle_s`` and ``share`` of the makespan.
@@ -408,6 +420,10 @@ def incoming(graph: TaskGraph, task_id: TaskId) -> list[Edge]:
         for e in graph.preds[task_id._replace(step=0)]
         if step >= e.reason.distance
     ]
+
+
+def _of(work: Work | None, name: str) -> float:
+    return np.nan if work is None else getattr(work, name)
 
 
 def _column(values: Any, n: int, name: str, *, finite: bool = True) -> np.ndarray:

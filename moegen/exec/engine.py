@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -86,16 +86,20 @@ class Engine:
         *,
         device: torch.device,
         hardware: HardwareSpec,
-        plan: Plan | Strategy | str = "auto",
+        plan: Plan | Strategy | Mapping[str, Any] | str = "auto",
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
         threads: int | None = None,
     ) -> None:
         self.model, self.weights, self.device, self.hardware = model, weights, device, hardware
         self.tokenizer, self.eos = tokenizer, frozenset(eos_token_ids)
-        if isinstance(plan, str) and plan != "auto":
-            raise InvalidInput(f'plan must be a Plan, a Strategy or "auto", got {plan!r}')
-        self._given = plan
+        if not isinstance(plan, (Plan, Strategy, Mapping)) and plan != "auto":
+            raise InvalidInput(
+                f'plan must be a Plan, a Strategy, a mapping of its fields or "auto", got {plan!r}'
+            )
+        if isinstance(plan, Mapping):
+            Strategy(B=1, b_a=1, b_e=1).with_(**plan)  # names and values are checked at once
+        self._given = {} if plan == "auto" else plan
         self.plan: Plan | None = plan if isinstance(plan, Plan) else None
         self.ledger: Ledger | None = None
         self.timelines: list[Timeline] = []
@@ -119,7 +123,7 @@ class Engine:
     def from_pretrained(
         cls,
         path: str | Path,
-        plan: Plan | Strategy | str = "auto",
+        plan: Plan | Strategy | Mapping[str, Any] | str = "auto",
         *,
         device: str | None = None,
         dtype: str | None = None,
@@ -134,9 +138,10 @@ class Engine:
         ----------
         path : str or Path
             A folder with config.json, safetensors and tokenizer.
-        plan : Plan, Strategy or "auto"
-            A Strategy is decode's; prefill's is then chosen to go with it. "auto" chooses
-            both. What is not given is resolved once the prompts are known.
+        plan : Plan, Strategy, mapping or "auto"
+            A Strategy is decode's; prefill's is then chosen to go with it. A mapping holds
+            the fields of decode's Strategy that are to stay as given, the others are chosen;
+            "auto" chooses all. What is not given is resolved once the prompts are known.
         device : {"cpu", "cuda"}, optional
             CUDA if there is one.
         dtype : {"float32", "bfloat16", "float16"}, optional
@@ -173,7 +178,7 @@ class Engine:
     def random(
         cls,
         model: ModelSpec,
-        plan: Plan | Strategy | str = "auto",
+        plan: Plan | Strategy | Mapping[str, Any] | str = "auto",
         *,
         device: str | None = None,
         dtype: str = "bfloat16",
@@ -292,7 +297,7 @@ class Engine:
             self.ledger = memory(model, hw, decode, work).require()
             plan = Plan(prefill=sound_prefill(model, hw, work, decode), decode=decode)
         else:
-            plan = sound_plan(model, hw, work)
+            plan = sound_plan(model, hw, work, given)
         B = min(plan.decode.B, work.n)
         plan = Plan(
             prefill=plan.prefill.with_(B=min(plan.prefill.B, B)), decode=plan.decode.with_(B=B)

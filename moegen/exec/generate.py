@@ -185,7 +185,7 @@ class Generation:
         rows: Callable[[int], tuple[Step, Sequence[SequenceState]] | None],
     ) -> None:
         """Run ``graph`` until ``rows`` has no more; give each step's tokens to its rows."""
-        recorder = Recorder(graph, self.keep_steps)
+        recorder = Recorder(graph, self.keep_steps, self.machinery.device.type)
         before: tuple[Step, Sequence[SequenceState]] | None = None
 
         # The program is an argument, not a part of the closure that it holds: its buffers go

@@ -6,7 +6,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from moegen.exec.step import Step
-from moegen.graph.shape import Shape
 from moegen.graph.task import TaskGraph, TaskId
 
 if TYPE_CHECKING:
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 class Recorder:
     """Keeps the times of the last ``keep`` steps of a run, so that long runs do not grow."""
 
-    def __init__(self, graph: TaskGraph, keep: int) -> None:
-        self.graph = graph
+    def __init__(self, graph: TaskGraph, keep: int, device: str) -> None:
+        self.graph, self.device = graph, device
         self._times: deque[tuple[int, list[tuple[TaskId, float, float]]]] = deque(maxlen=keep)
         self._steps: dict[int, Step] = {}
         self._keep = keep
@@ -32,10 +31,6 @@ class Recorder:
         """Times of every task of step ``index``."""
         self._times.append((index, times))
 
-    def shapes(self) -> list[Shape]:
-        """What each kept step worked on."""
-        return [self._steps[index].shape() for index, _ in self._times]
-
     def timeline(self) -> Timeline:
         """The kept steps, numbered from 0, the first task starting at 0."""
         from moegen.timeline import Timeline
@@ -44,8 +39,9 @@ class Recorder:
         start: list[float] = []
         end: list[float] = []
         tokens: list[float] = []
-        for k, (index, times) in enumerate(self._times):
-            actual = self.graph.bind(self._steps[index].shape())
+        shapes = [self._steps[index].shape() for index, _ in self._times]
+        for k, ((_, times), shape) in enumerate(zip(self._times, shapes, strict=True)):
+            actual = self.graph.bind(shape)
             for task_id, a, b in times:
                 work = actual[task_id._replace(step=0)].work
                 ids.append(task_id._replace(step=k))
@@ -60,5 +56,5 @@ class Recorder:
             [b - origin for b in end],
             source="measured",
             tokens_actual=tokens,
-            meta={"shapes": [s.to_dict() for s in self.shapes()]},
+            meta={"device": self.device, "shapes": [s.to_dict() for s in shapes]},
         )

@@ -53,7 +53,7 @@ def run_synthetic(
         Row(start, past, [(start + 7 * i) % model.vocab for i in range(new)]) if new else None
         for start, past, new in zip(store.allocate(lengths), shape.past, shape.new, strict=True)
     ]
-    recorder = Recorder(g, steps)
+    recorder = Recorder(g, steps, machinery.device.type)
 
     def source(_: Program, index: int) -> Step | None:
         if index >= steps:

@@ -6,8 +6,9 @@ This is the choice for someone who only wants an answer; it follows the paper's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from moegen.errors import Infeasible
 from moegen.graph.hardware import HardwareSpec
@@ -16,22 +17,34 @@ from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Plan, Strategy
 from moegen.graph.workload import Workload
 
-# Left free for what a ledger does not see: the allocator's rounding, temporaries, the context.
-HEADROOM = 0.9
+# Left free for what a ledger does not see: the CUDA context and the allocator's rounding on
+# the GPU; the process itself and the page cache on the host.
+GPU_SHARE, HOST_SHARE = 0.9, 0.95
 EXPERT_TILE = 8192
 PREFILL_TOKENS = 32768
 
 
-def sound_plan(model: ModelSpec, hw: HardwareSpec, work: Workload) -> Plan:
+def sound_plan(
+    model: ModelSpec,
+    hw: HardwareSpec,
+    work: Workload,
+    fixed: Mapping[str, Any] | None = None,
+) -> Plan:
     """A plan that fits and leaves no resource idle that it could easily use.
+
+    Parameters
+    ----------
+    fixed : mapping, optional
+        Fields of decode's Strategy that stay as they are given; the rest is chosen.
 
     Raises
     ------
     Infeasible
-        If not even one sequence fits; the ledger's line says what broke.
+        If not even one sequence fits, or nothing fits with what is fixed; the ledger's line
+        says what broke.
     """
     hw = _with_headroom(hw)
-    decode = _decode(model, hw, work)
+    decode = _decode(model, hw, work, dict(fixed or {}))
     return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
 
 
@@ -49,36 +62,46 @@ def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: St
 def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
     return replace(
         hw,
-        host_memory_bytes=hw.host_memory_bytes * HEADROOM,
-        gpu_memory_bytes=hw.gpu_memory_bytes * HEADROOM,
+        host_memory_bytes=hw.host_memory_bytes * HOST_SHARE,
+        gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE,
     )
 
 
-def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload) -> Strategy:
+def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str, Any]) -> Strategy:
     least = Strategy(B=1, b_a=1, b_e=256)
     memory(model, hw, least, work).require()
-    B = _largest(work.n, lambda n: memory(model, hw, least.with_(B=n, omega=1.0), work).host.fits)
+
+    def host_fits(B: int) -> bool:
+        return memory(model, hw, least.with_(B=B, omega=1.0), work).host.fits
+
+    B = fixed.get("B") or _largest(work.n, host_fits)
     spec = model.layers[model.moe_layers[0]] if model.moe_layers else model.layers[0]
     fetch = "routed" if B * spec.top_k <= spec.n_experts // 2 else "all"
     for b_a in (256, 64, 16, 4, 1):
         for tile in (EXPERT_TILE, 1024, 256):
-            s = Strategy(B=B, b_a=min(b_a, B), b_e=tile, omega=0.5, fetch=fetch)
-            if memory(model, hw, s, work).gpu.fits:
-                return _balance(model, hw, work, _spend(model, hw, work, s))
-    memory(model, hw, least.with_(B=B), work).require()
+            s = Strategy(B=B, b_a=min(b_a, B), b_e=tile, omega=0.5, fetch=fetch).with_(**fixed)
+            if memory(model, hw, s, work).fits:
+                s = _spend(model, hw, work, s, fixed)
+                return s if "omega" in fixed else _balance(model, hw, work, s)
+    memory(model, hw, least.with_(B=B).with_(**fixed), work).require()
     raise Infeasible(f"no micro-batch of {model.name} fits {hw.name}", line="gpu")
 
 
-def _spend(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> Strategy:
+def _spend(
+    model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy, fixed: dict[str, Any]
+) -> Strategy:
     """Give spare GPU memory to expert slots up to one layer's, then to resident weights."""
     if not model.moe_layers:
         return s
     layer = model.layers[model.moe_layers[0]]
-    slots = _largest(
-        layer.n_experts,
-        lambda n: memory(model, hw, s.with_(s_expert=n * layer.expert_bytes), work).gpu.fits,
-    )
-    s = s.with_(s_expert=slots * layer.expert_bytes)
+    if "s_expert" not in fixed:
+        slots = _largest(
+            layer.n_experts,
+            lambda n: memory(model, hw, s.with_(s_expert=n * layer.expert_bytes), work).gpu.fits,
+        )
+        s = s.with_(s_expert=slots * layer.expert_bytes)
+    if "s_params" in fixed:
+        return s
     spare = max(0, memory(model, hw, s, work).gpu.free_bytes)
     resident = s.with_(s_params=min(spare, model.weight_bytes - model.head_bytes))
     return resident if memory(model, hw, resident, work).gpu.fits else s
