@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from moegen.timeline import Timeline
 
-# One hue a part of the layer: attention blue, experts orange to brown, what moves weights grey,
-# KV green, small transfers violet, the ends of a step rose.
+# One hue a part of the layer: attention blue, experts orange to brown, what moves weights yellow,
+# KV green, small transfers violet, the ends of a step rose. Grey is what was not selected.
 COLOURS = {
     "pre_attn": "#9ecae1",
     "attn_gpu": "#3182bd",
@@ -27,8 +27,8 @@ COLOURS = {
     "shared_expert": "#fdae6b",
     "dense_mlp": "#d94801",
     "combine": "#8c2d04",
-    "copy_expert": "#969696",
-    "copy_dense": "#525252",
+    "copy_expert": "#f6d155",
+    "copy_dense": "#a38300",
     "fetch_kv": "#41ab5d",
     "append_kv": "#a1d99b",
     "send_qkv": "#9e9ac8",
@@ -63,8 +63,8 @@ def gantt(
     """A Gantt chart: a row a lane (GPU, CPU, BULK, KV, ACT), a colour an op.
 
     Under each lane's name stands what it does and how busy it is in the time shown, other
-    steps and layers included: they are drawn faintly, so that a lane at work on the next
-    layer does not look idle.
+    steps and layers included: they are drawn in a faint grey, so that a lane at work on the
+    next layer does not look idle, with the number of their layer where there is room.
 
     Parameters
     ----------
@@ -103,6 +103,7 @@ def gantt(
     scale, unit = next(((s, u) for s, u in _UNITS if span >= 2 * s), _UNITS[-1])
     colours = _colours([timeline.ids[i].op for i in shown])
     faint = False
+    many = len({(timeline.ids[i].step, timeline.ids[i].layer) for i in shown}) > 1
     for y, lane in enumerate(lanes):
         members = timeline.by_lane[lane]
         others = [
@@ -114,9 +115,10 @@ def gantt(
             faint = True
             width = (timeline.end_s[others] - timeline.start_s[others]) / scale
             ax.barh(y, width, 0.8, timeline.start_s[others] / scale, color=_FAINT, zorder=0.5)
+            _draw_layers(ax, y, timeline, others, scale, (begin, end))
         drawn = [i for i in members if i in keep]
         _draw_bars(ax, y, timeline, drawn, colours, scale, span)
-        _draw_texts(ax, y, timeline, drawn, colours, scale, span)
+        _draw_texts(ax, y, timeline, drawn, colours, scale, span, many=many)
         busy = _busy_s(timeline, members, begin, end) / span if span else 0.0
         ax.annotate(
             f"{_ABOUT[lane]}\n{busy:.0%} busy",
@@ -172,16 +174,20 @@ def _draw_texts(
     colours: Mapping[str, str],
     scale: float,
     span: float,
+    *,
+    many: bool,
 ) -> None:
-    """Name each bar that is wide enough; a row of narrow ones gets one name for all."""
-    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
-    letters = 14 * ax.get_position().width * figure_in  # side by side at this size
+    """Name each bar that is wide enough; a row of narrow ones gets one name for all.
+
+    With ``many`` layers in view a name without its layer would be read as its neighbour's.
+    """
+    letters = _letters(ax)
     for run in _runs(timeline, drawn, span):
-        alone = [_fitting(timeline, i, i, letters / span) if span else "" for i in run]
+        alone = [_fitting(timeline, i, i, letters / span, many) if span else "" for i in run]
         if any(alone):
             named = [(i, i, text) for i, text in zip(run, alone, strict=True)]
         else:
-            text = _fitting(timeline, run[0], run[-1], letters / span) if span else ""
+            text = _fitting(timeline, run[0], run[-1], letters / span, many) if span else ""
             named = [(run[0], run[-1], text)]
         for first, last, text in named:
             if text:
@@ -200,6 +206,43 @@ def _draw_texts(
                 )
 
 
+def _draw_layers(
+    ax: Axes,
+    y: int,
+    timeline: Timeline,
+    others: Sequence[int],
+    scale: float,
+    window: tuple[float, float],
+) -> None:
+    """Write the layer on what was not selected, where the part in view has room for it."""
+    begin, end = window
+    span = end - begin
+    groups: list[list[int]] = []
+    for i in others:
+        if groups:
+            last = groups[-1][-1]
+            a, b = timeline.ids[last], timeline.ids[i]
+            touch = timeline.start_s[i] - timeline.end_s[last] < 1e-3 * span
+            if touch and (a.step, a.layer) == (b.step, b.layer):
+                groups[-1].append(i)
+                continue
+        groups.append([i])
+    for group in groups:
+        left = max(begin, float(timeline.start_s[group[0]]))
+        right = min(end, float(timeline.end_s[group[-1]]))
+        layer = timeline.ids[group[0]].layer
+        text = f"L{layer}" if layer >= 0 else timeline.ids[group[0]].op
+        if span and len(text) < (right - left) * _letters(ax) / span - 1:
+            middle = (left + right) / 2 / scale
+            ax.text(middle, y, text, ha="center", va="center", fontsize=7, color="#777777")
+
+
+def _letters(ax: Axes) -> float:
+    """Letters of a bar's name that fit side by side across the axes."""
+    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
+    return 14 * ax.get_position().width * figure_in
+
+
 def _runs(timeline: Timeline, drawn: Sequence[int], span: float) -> list[list[int]]:
     """Tasks of one lane in groups: neighbours of one op, step and layer that touch."""
     runs: list[list[int]] = []
@@ -215,13 +258,13 @@ def _runs(timeline: Timeline, drawn: Sequence[int], span: float) -> list[list[in
     return runs
 
 
-def _fitting(timeline: Timeline, first: int, last: int, letters_per_s: float) -> str:
+def _fitting(timeline: Timeline, first: int, last: int, letters_per_s: float, many: bool) -> str:
     """The most telling name of tasks ``first`` to ``last`` that their width has room for."""
     room = (timeline.end_s[last] - timeline.start_s[first]) * letters_per_s - 1
-    return next((text for text in _texts(timeline, first, last) if len(text) < room), "")
+    return next((text for text in _texts(timeline, first, last, many) if len(text) < room), "")
 
 
-def _texts(timeline: Timeline, first: int, last: int) -> list[str]:
+def _texts(timeline: Timeline, first: int, last: int, many: bool) -> list[str]:
     """Names of a task, or of a row of them: the longest first."""
     a, b = timeline.ids[first], timeline.ids[last]
     layer = f"L{a.layer}" if a.layer >= 0 else ""
@@ -230,7 +273,11 @@ def _texts(timeline: Timeline, first: int, last: int) -> list[str]:
         if lo >= 0:
             part = f"{letter}{lo}" if lo == hi else f"{letter}{lo}-{hi}"
             break
-    choices = [(a.op, layer, part), (layer, part) if part else (a.op,), (part or a.op,)]
+    choices = [(a.op, layer, part), (layer, part) if part else (a.op,)]
+    if not (part and layer and many):
+        choices.append((part or a.op,))
+    elif first != last:
+        choices.append((layer,))
     return [" ".join(filter(None, words)) for words in choices]
 
 

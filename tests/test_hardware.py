@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -21,6 +22,36 @@ def test_catalogue_has_a_source_for_every_value(name):
     assert hw.name == name
     given = {key for key in field_names() if getattr(hw, key) is not None}
     assert given <= hw.source.keys() and all(hw.source.values())
+
+
+@pytest.mark.parametrize("name", ["c1", "c2", "c3"])
+def test_print_says_which_rates_come_from_the_papers_own_throughputs(name):
+    lines = str(HardwareSpec.from_name(name)).splitlines()
+    kinds = {line[2:24].strip(): line[42:].strip() for line in lines[1:-1]}
+    assert kinds["link to the GPU"] == kinds["CPU attention, KV"] == "implied by the paper"
+    assert kinds["share of it reached"] == "implied by the paper"
+    assert kinds["GPU products, peak"] == "data sheet"
+    assert kinds["link from the GPU"] == "assumed" and kinds["host memory"] == "the paper"
+    assert "hw.explain()" in lines[-1]
+
+
+def test_explain_gives_sources_whole():
+    hw = HardwareSpec.from_name("h200").with_(launch_s=1e-6)
+    lines = hw.explain().splitlines()[1:]
+    sources = {line.split()[0]: line for line in lines}
+    assert all(line.endswith(f"  {hw.source[key]}") for key, line in sources.items())
+    assert sources.keys() == {
+        key for key in field_names() if "name" not in key and getattr(hw, key) is not None
+    }
+
+
+def test_kinds_of_sources():
+    hw = HardwareSpec.from_name("h200").with_(launch_s=1e-6)
+    kinds = {key: hw.kind(key) for key in ("h2d_bytes_per_s", "cpu_flops", "launch_s", "power_w")}
+    assert list(kinds.values()) == ["measured", "assumed", "set by the caller", "no source"]
+    assert dataclasses.replace(hw, source={"launch_s": "my notes"}).kind("launch_s") == "stated"
+    with pytest.raises(InvalidInput, match="no such field: 'pcie'"):
+        hw.kind("pcie")
 
 
 def test_capacities_of_the_testbeds_are_decimal():
@@ -112,7 +143,7 @@ def test_yaml_of_ones_own(tmp_path):
     path.write_text("[")
     with pytest.raises(InvalidInput, match=r"mine\.yaml cannot be read as YAML"):
         HardwareSpec.from_yaml(path)
-    with pytest.raises(InvalidInput, match=r"none\.yaml cannot be read"):
+    with pytest.raises(InvalidInput, match=r"none\.yaml cannot be read: No such file"):
         HardwareSpec.from_yaml(tmp_path / "none.yaml")
 
 
@@ -142,6 +173,7 @@ def test_detect_without_a_gpu_says_so(tmp_path, monkeypatch):
     hw = detect(machine(tmp_path))
     assert hw.gpu_name == "none (CPU lanes)" and hw.cpu_name.startswith("Test CPU, ")
     assert hw.host_memory_bytes == 64 * 2**30 and hw.source["host_memory_bytes"] == "/proc/meminfo"
+    assert hw.kind("host_memory_bytes") == "read from the system"
     assert "no GPU seen" in hw.source["gpu_flops"] and "assumed" in hw.source["h2d_bytes_per_s"]
     given = {key for key in field_names() if getattr(hw, key) is not None}
     assert given <= hw.source.keys()

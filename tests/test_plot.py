@@ -36,10 +36,17 @@ def test_a_wide_bar_has_its_name_and_a_row_of_narrow_ones_has_one(timeline):
     assert "L10 e0-7" in found and "e0" not in found
 
 
+def test_among_several_layers_no_name_lacks_its_layer(timeline):
+    def bare(*layers):
+        return [t for t in texts(timeline.plot(layers=layers)) if t[0] in "em" and t[1:2].isdigit()]
+
+    assert bare(10) and not bare(10, 11)
+
+
 def test_names_are_left_out_where_they_have_no_room(timeline):
     import matplotlib.pyplot as plt
 
-    _, ax = plt.subplots(figsize=(1.5, 3))
+    _, ax = plt.subplots(figsize=(0.6, 3))
     assert not [t for t in texts(timeline.plot(ax, layers=(10, 11))) if "busy" not in t]
 
 
@@ -63,6 +70,15 @@ def test_other_layers_are_drawn_faintly_and_count_as_busy(timeline):
     own = (cpu[cpu.layer == 11].duration_s).sum() / (end - begin)
     assert f"{busy:.0%}" != f"{own:.0%}"
     assert f"attention\n{busy:.0%} busy" in texts(ax)
+    assert {"L10", "L12"} <= set(texts(ax)) and "L12" not in texts(whole)
+
+
+def test_grey_means_not_selected():
+    from moegen.plot import COLOURS
+
+    for op, colour in COLOURS.items():
+        levels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert max(levels) - min(levels) > 10, op
 
 
 def test_a_copy_without_inputs_has_no_wait_in_the_trace(timeline, tmp_path):

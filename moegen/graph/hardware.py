@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from moegen.errors import InvalidInput
-from moegen.units import format_bytes
+from moegen.units import format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {"duplex_bytes_per_s", "price_usd", "power_w"}
@@ -20,14 +21,20 @@ _TEXT = {"name", "gpu_name", "cpu_name"}
 
 @dataclass(frozen=True)
 class HardwareSpec:
-    """One machine. Rates are what the part delivers, not what its box says.
+    """One machine: capacities, and rates as the parts deliver them.
+
+    One rate is a peak that nothing delivers: ``gpu_flops``. The curve ``gpu_efficiency``
+    makes it real.
+
+    ``print(hw)`` shows each value with the kind of its source (see :meth:`kind`),
+    ``hw.explain()`` the sources in full.
 
     Parameters
     ----------
     gpu_memory_bytes, host_memory_bytes : float
         Capacities.
     gpu_flops : float
-        Peak dense bf16 FLOP/s.
+        Dense bf16 FLOP/s of the data sheet. No product reaches it.
     gpu_efficiency : tuple of (tokens, share)
         Share of ``gpu_flops`` that a matrix product over so many tokens reaches; both rise.
     gpu_bytes_per_s : float
@@ -51,7 +58,8 @@ class HardwareSpec:
     price_usd, power_w : float or None
         Of the whole machine, where known.
     source : dict
-        Where the value of each field comes from.
+        Where the value of each field comes from, in words that begin with a kind: "measured",
+        "data sheet", "implied by the paper", "assumed" and so on.
     """
 
     name: str
@@ -115,7 +123,9 @@ class HardwareSpec:
         """
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        except OSError as e:
+            raise InvalidInput(f"{path} cannot be read: {e.strerror or e}") from e
+        except (UnicodeDecodeError, yaml.YAMLError) as e:
             raise InvalidInput(f"{path} cannot be read as YAML: {e}") from e
         if not isinstance(data, dict):
             raise InvalidInput(f"{path} must hold keys and values, got {type(data).__name__}")
@@ -176,19 +186,48 @@ class HardwareSpec:
         _check_keys({k: v for k, v in data.items() if k != "source"}, set(field_names()))
         return cls(**data)
 
+    def kind(self, field: str) -> str:
+        """The kind of source that a field has, in a word or two: how far to trust it.
+
+        Returns
+        -------
+        str
+            "measured", "data sheet", "implied by the paper" (worked back from the throughputs
+            that MoE-Gen published), "the paper" (said there), "assumed", "read from the system",
+            "set by the caller", "stated" (by the author of a YAML file), or "no source".
+
+        Raises
+        ------
+        InvalidInput
+            If there is no such field.
+        """
+        if field not in field_names():
+            raise InvalidInput(f"no such field: {field!r}; fields are {', '.join(field_names())}")
+        text = self.source.get(field, "")
+        if not text:
+            return "no source"
+        return next((kind for start, kind in _KINDS.items() if text.startswith(start)), "stated")
+
+    def explain(self) -> str:
+        """Each field's value with its source in full, a line each."""
+        lines = (
+            f"  {key:<22} {text(getattr(self, key)):>16}  {self.source.get(key, 'no source')}"
+            for key, _, text in self._shown()
+        )
+        return "\n".join([self._title(), *lines])
+
     def __str__(self) -> str:
-        rows = [
-            f"HardwareSpec {self.name}: {self.gpu_name}, {self.cpu_name}",
-            f"  memory     GPU {format_bytes(self.gpu_memory_bytes)}, "
-            f"host {format_bytes(self.host_memory_bytes)}",
-            f"  GPU        {self.gpu_flops / 1e12:.0f} TFLOP/s, "
-            f"{self.gpu_bytes_per_s / 1e9:.0f} GB/s",
-            f"  link       {self.h2d_bytes_per_s / 1e9:.1f} GB/s up, "
-            f"{self.d2h_bytes_per_s / 1e9:.1f} GB/s down",
-            f"  CPU        {self.host_bytes_per_s / 1e9:.0f} GB/s, "
-            f"attention {self.cpu_attn_bytes_per_s / 1e9:.0f} GB/s",
-        ]
-        return "\n".join(rows)
+        lines = (
+            f"  {label:<22} {text(getattr(self, key)):>16}  {self.kind(key)}"
+            for key, label, text in self._shown()
+        )
+        return "\n".join([self._title(), *lines, "  hw.explain() gives each source in full"])
+
+    def _title(self) -> str:
+        return f"HardwareSpec {self.name}: {self.gpu_name}; {self.cpu_name}"
+
+    def _shown(self) -> list[tuple[str, str, Callable[[Any], str]]]:
+        return [line for line in _LINES if getattr(self, line[0]) is not None]
 
 
 def field_names() -> list[str]:
@@ -199,6 +238,57 @@ def field_names() -> list[str]:
 def catalogue() -> list[str]:
     """Names of the machines that ship with moegen."""
     return sorted(p.stem for p in CATALOGUE.glob("*.yaml"))
+
+
+# How a source begins, and the kind that it is then.
+_KINDS = {
+    "measured": "measured",
+    "data sheet": "data sheet",
+    "implied by the paper": "implied by the paper",
+    "assumed": "assumed",
+    "MoE-Gen": "the paper",
+    "set by the caller": "set by the caller",
+    "NVML": "read from the system",
+    "/proc": "read from the system",
+    "cgroup": "read from the system",
+    "sysconf": "read from the system",
+    "host name": "read from the system",
+}
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.1f} GB/s"
+
+
+def _teraflops(value: float) -> str:
+    return f"{value / 1e12:.4g} TFLOP/s"
+
+
+def _reached(curve: tuple[tuple[float, float], ...]) -> str:
+    (_, least), (_, most) = curve[0], curve[-1]
+    return f"{least:.1%} to {most:.0%}"
+
+
+# What print() shows: the field, what to call it, and its value for people.
+_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("gpu_memory_bytes", "GPU memory", format_bytes),
+    ("host_memory_bytes", "host memory", format_bytes),
+    ("gpu_flops", "GPU products, peak", _teraflops),
+    ("gpu_efficiency", "  share of it reached", _reached),
+    ("gpu_bytes_per_s", "GPU memory rate", _rate),
+    ("launch_s", "least time of a kernel", format_seconds),
+    ("h2d_bytes_per_s", "link to the GPU", _rate),
+    ("d2h_bytes_per_s", "link from the GPU", _rate),
+    ("duplex_bytes_per_s", "  both at once, each", _rate),
+    ("copy_latency_s", "least time of a copy", format_seconds),
+    ("zero_copy_bytes_per_s", "kernels over the link", _rate),
+    ("cpu_flops", "CPU products", _teraflops),
+    ("host_bytes_per_s", "host memory rate", _rate),
+    ("cpu_attn_bytes_per_s", "CPU attention, KV", _rate),
+    ("cpu_attn_flops", "CPU attention, FLOPs", _teraflops),
+    ("price_usd", "price", "{:.0f} USD".format),
+    ("power_w", "power", "{:.0f} W".format),
+)
 
 
 def _check_keys(values: dict[str, Any], required: set[str]) -> None:

@@ -75,7 +75,10 @@ def _from_hub(name: str) -> dict[str, Any]:
     try:
         config, _ = transformers.PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as e:
-        raise InvalidInput(f"{name!r} is no local path, and the Hub did not give it: {e}") from e
+        said = str(e).strip().partition("\n")[0]  # the rest is advice for users of transformers
+        raise InvalidInput(
+            f"{name!r} is no folder or file here, and the Hub did not give it: {said}"
+        ) from e
     if not config:
         raise InvalidInput(f"{name!r} has no config.json on the Hub")
     return json.loads(json.dumps(config, default=str))
