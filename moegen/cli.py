@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +21,9 @@ import typer
 
 import moegen as mg
 from moegen import jobs
-from moegen.errors import InvalidInput, MachineError, MoegenError
-from moegen.flags import StrategyFlags, WorkloadFlags, grouped, size
+from moegen.errors import Infeasible, InvalidInput, MachineError, MoegenError
+from moegen.flags import StrategyFlags, WorkloadFlags, grouped, size, with_flags
+from moegen.graph import hardware
 from moegen.graph.requests import read_requests
 from moegen.units import format_bytes, format_seconds
 
@@ -49,7 +51,14 @@ class Dtype(StrEnum):
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Catalogue name, folder, config.json or Hub id.")
 ]
-Hw = Annotated[str, typer.Option("--hw", help="Machine: catalogue name or YAML file.")]
+Hw = Annotated[
+    str,
+    typer.Option(
+        "--hw",
+        metavar="NAME|FILE.yaml",
+        help=f"Machine: {', '.join(hardware.catalogue())}, or yours.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 
 
@@ -57,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``moegen`` command; always leaves through ``SystemExit``."""
     try:
         app(args=None if argv is None else list(argv), prog_name="moegen")
+    except Infeasible as error:
+        print(f"moegen: {with_flags(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
     except MoegenError as error:
         print(f"moegen: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -95,7 +107,13 @@ def run(
         Dtype | None, typer.Option("--dtype", help="The checkpoint's own unless given.")
     ] = None,
     timeline: Annotated[
-        Path | None, typer.Option("--timeline", help="Save the first decode Timeline here.")
+        Path | None,
+        typer.Option(
+            "--timeline",
+            help="Save when each task of decoding began and ended, for the last steps (8 at most) "
+            "until the batch was first laid out anew. In Python moegen.Timeline.load(FILE) reads "
+            "it: see its .plot(steps=0) and .to_perfetto(TRACE).",
+        ),
     ] = None,
     gpu_memory: Annotated[
         str | None,
@@ -112,15 +130,16 @@ def run(
 ) -> None:
     """Answer a file of requests.
 
-    Without a strategy flag the plan is made for you. With one, B is the number of requests,
-    b_a is B and b_e is 8192 unless given.
+    The plan is made for you: the strategy flags that you give stay as given, and the rest is
+    chosen around them.
     """
     requests = read_requests(input)
-    plan = flags.strategy(rows=len(requests)) or "auto"
+    plan = _within(flags, len(requests)).given() or "auto"
     gpu_memory_bytes = size("--gpu-memory", gpu_memory)
     host_memory_bytes = size("--host-memory", host_memory)
-    if timeline is not None and not timeline.parent.is_dir():
-        raise InvalidInput(f"--timeline: {timeline.parent} is no folder: make it first")
+    _require_writable("--timeline", timeline)
+    if timeline is not None and timeline.resolve() in (input.resolve(), output.resolve()):
+        raise InvalidInput(f"--timeline: {timeline} is the file of requests or of answers")
     if not model.is_dir():
         raise InvalidInput(f"--model: {model} is no folder with a checkpoint")
     dtype_name = None if dtype is None else dtype.value
@@ -129,7 +148,7 @@ def run(
     )
     with _interruptible(out):
         start_s = time.perf_counter()
-        with jobs.enough_memory():
+        with jobs.enough_memory(), _loading() as progress:
             engine = _engine_class().from_pretrained(
                 model,
                 plan=plan,
@@ -137,18 +156,26 @@ def run(
                 dtype=dtype_name,
                 gpu_memory_bytes=gpu_memory_bytes,
                 host_memory_bytes=host_memory_bytes,
+                progress=progress,
             )
         with engine:
             load_s = time.perf_counter() - start_s
             notes = list(engine.weights.notes)
             _warn(notes)
+            ran = _Ran(engine)
             with _progress(len(requests)) as (on_row, on_step):
                 summary = jobs.run_job(
-                    engine, requests, out, max_tokens=max_tokens, on_row=on_row, on_step=on_step
+                    engine,
+                    requests,
+                    out,
+                    max_tokens=max_tokens,
+                    on_plan=ran.on_plan,
+                    on_row=on_row,
+                    on_step=on_step,
                 )
             if timeline is not None:
                 _save_timeline(engine, timeline)
-    _report(summary, load_s, output, notes, as_json)
+    _report(summary, load_s, output, notes, ran, as_json)
 
 
 def _engine_class() -> type[mg.Engine]:
@@ -165,7 +192,65 @@ def _save_timeline(engine: mg.Engine, path: Path) -> None:
         return
     decode[0].meta.update(pinned=engine.weights.pinned, notes=list(engine.weights.notes))
     decode[0].save(path)
-    print(f"Timeline: {path}", file=sys.stderr)
+    print(f"Timeline of {len(decode[0].steps)} decode steps: {path}", file=sys.stderr)
+
+
+class _Ran:
+    """Where and by which plan a job runs: told on stderr before it does, kept for the report."""
+
+    def __init__(self, engine: mg.Engine) -> None:
+        self.device, self.dtype = engine.device.type, engine.model.dtype
+        self.plan: mg.Plan | None = None
+        self.ledger: mg.Ledger | None = None
+        name = f" ({engine.hardware.gpu_name})" if self.device == "cuda" else ""
+        print(f"Device {self.device}{name}, {self.dtype}", file=sys.stderr)
+
+    def on_plan(self, plan: mg.Plan, ledger: mg.Ledger) -> None:
+        self.plan, self.ledger = plan, ledger
+        print(f"Prefill: {_in_words(plan.prefill)}", file=sys.stderr)
+        print(f"Decode:  {_in_words(plan.decode)}", file=sys.stderr)
+
+    @property
+    def memory(self) -> str:
+        """One line: how much of each memory the plan is for."""
+        if self.ledger is None:
+            return ""
+        used = (
+            f"{label} {format_bytes(section.total_bytes)} of {format_bytes(section.capacity_bytes)}"
+            for label, section in (
+                ("host", self.ledger.host),
+                ("GPU" if self.device == "cuda" else "in the GPU's stead", self.ledger.gpu),
+            )
+        )
+        return f"Memory planned for decoding: {', '.join(used)}\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        plan = None
+        if self.plan is not None:
+            plan = {"prefill": self.plan.prefill.to_dict(), "decode": self.plan.decode.to_dict()}
+        memory = None
+        if self.ledger is not None:
+            memory = {
+                s.name: {"planned_bytes": s.total_bytes, "capacity_bytes": s.capacity_bytes}
+                for s in (self.ledger.host, self.ledger.gpu)
+            }
+        return {"device": self.device, "dtype": self.dtype, "plan": plan, "memory": memory}
+
+
+def _in_words(s: mg.Strategy) -> str:
+    sizes = ("s_expert", "s_params")
+    return ", ".join(
+        f"{name}={format_bytes(value) if name in sizes else value}"
+        for name, value in s.to_dict().items()
+    )
+
+
+def _require_writable(flag: str, path: Path | None) -> None:
+    if path is not None:
+        try:
+            jobs.require_writable(path)
+        except InvalidInput as error:
+            raise InvalidInput(f"{flag}: {error}") from error
 
 
 @contextmanager
@@ -173,9 +258,20 @@ def _interruptible(out: jobs.Output) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        where = f" Rows finished so far are in {out.partial}." if out.partial.exists() else ""
-        print(f"moegen: stopped.{where}", file=sys.stderr)
+        print(f"moegen: stopped.{out.kept}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+@contextmanager
+def _loading() -> Iterator[Any]:
+    """A bar on stderr; yields what to call with the bytes loaded and those in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager
@@ -209,20 +305,25 @@ def _warn(notes: Sequence[str]) -> None:
 
 
 def _report(
-    summary: jobs.Summary, load_s: float, output: Path, notes: Sequence[str], as_json: bool
+    summary: jobs.Summary,
+    load_s: float,
+    output: Path,
+    notes: Sequence[str],
+    ran: _Ran,
+    as_json: bool,
 ) -> None:
     errors = f", {summary.errors} could not be served" if summary.errors else ""
     print(
         f"{summary.served} of {summary.rows} rows answered{errors}: "
         f"{summary.prompt_tokens} prompt and {summary.completion_tokens} completion tokens in "
         f"{format_seconds(summary.time_s)}, {summary.tokens_per_s:.1f} tokens/s "
-        f"(loading took {format_seconds(load_s)})\n{output}",
+        f"(loading took {format_seconds(load_s)})\n{ran.memory}{output}",
         file=sys.stderr,
     )
     _warn(notes)
     if as_json:
         more = {"load_s": load_s, "output": str(output), "notes": list(notes)}
-        _print_json({**summary.to_dict(), **more})
+        _print_json({**summary.to_dict(), **more, **ran.to_dict()})
 
 
 @app.command()
@@ -241,7 +342,7 @@ def demo(
     print(f"""Ask it something:
 echo '{{"id": "paris", "prompt": "The capital of France is"}}' > requests.jsonl
 moegen run --model {shlex.quote(str(folder))} --input requests.jsonl --output answers.jsonl \
-  --max-tokens 32""")
+--max-tokens 32""")
 
 
 @app.command()
@@ -275,9 +376,12 @@ def inspect(model: Model, as_json: Json = False) -> None:
 def memory(
     model: Model, hw: Hw, flags: StrategyFlags, work: WorkloadFlags, as_json: Json = False
 ) -> None:
-    """Show what a decode strategy puts into host and GPU memory; exit 3 if it does not fit."""
-    s, spec, machine = flags.required(), mg.ModelSpec.from_pretrained(model), _hardware(hw)
-    ledger = mg.memory(spec, machine, s, work.read(model))
+    """Show what a decode strategy puts into host and GPU memory; exit 3 if it does not fit.
+
+    --B must be given; --b-a is --B and --b-e is 8192 unless given.
+    """
+    s, rows = _point(flags, work, model)
+    ledger = mg.memory(mg.ModelSpec.from_pretrained(model), _hardware(hw), s, rows)
     if as_json:
         _print_json(ledger.to_dict())
     else:
@@ -292,15 +396,22 @@ def simulate(
     hw: Hw,
     flags: StrategyFlags,
     work: WorkloadFlags,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Decode steps.")] = 4,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="How many decode steps to simulate.")
+    ] = 4,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")
+        Path | None,
+        typer.Option("--trace", help="Write a trace here, to open in https://ui.perfetto.dev."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the decode step of a strategy: every row the mean one, halfway through its answer."""
-    s, spec, machine = flags.required(), mg.ModelSpec.from_pretrained(model), _hardware(hw)
-    rows = work.read(model)
+    """Predict the decode step of a strategy: every row the mean one, halfway through its answer.
+
+    --B must be given; --b-a is --B and --b-e is 8192 unless given.
+    """
+    _require_writable("--trace", trace)
+    s, rows = _point(flags, work, model)
+    spec, machine = mg.ModelSpec.from_pretrained(model), _hardware(hw)
     mg.memory(spec, machine, s, rows).require()
     kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
@@ -323,9 +434,31 @@ def simulate(
     )
 
 
+def _within(flags: StrategyFlags, rows: int) -> StrategyFlags:
+    """The flags with no more rows in flight than there are."""
+    if flags.B is None or flags.B <= rows:
+        return flags
+    print(f"moegen: --B {flags.B} is more than there are rows: taken as {rows}", file=sys.stderr)
+    return replace(flags, B=rows)
+
+
+def _point(
+    flags: StrategyFlags, work: WorkloadFlags, model: str
+) -> tuple[mg.Strategy, mg.Workload]:
+    flags.strategy()  # complete?
+    rows = work.read(model)
+    return _within(flags, rows.n).strategy(), rows
+
+
 def _hardware(name: str) -> mg.HardwareSpec:
-    if Path(name).suffix in (".yaml", ".yml"):
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         return mg.HardwareSpec.from_yaml(name)
+    if name.lower() not in hardware.catalogue():
+        raise InvalidInput(
+            f"--hw: {name!r} is no file, and none of {', '.join(hardware.catalogue())}. For a "
+            f"machine of your own give --hw FILE.yaml: a copy of {hardware.CATALOGUE / 'c2.yaml'} "
+            "with its numbers"
+        )
     return mg.HardwareSpec.from_name(name)
 
 

@@ -155,6 +155,7 @@ def make_checkpoint(
     if _is_complete(folder, settings):
         return folder
     _refuse_foreign(folder)
+    _require_place(folder)  # now: reading the dense model takes a while
     model, tokenizer = dense or dense_model(layers)
     depth = model.config.num_hidden_layers
     if layers is not None and layers != depth:
@@ -298,6 +299,16 @@ def _refuse_foreign(folder: Path) -> None:
             f"{folder} exists and is no demo checkpoint (it has no {_MARKER}): "
             "choose another folder, or remove it yourself"
         )
+
+
+def _require_place(folder: Path) -> None:
+    place = folder.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise InvalidInput(f"{folder} cannot be made: {place} is no folder")
+    if not os.access(place, os.W_OK):
+        raise InvalidInput(f"{folder} cannot be made: {place} may not be written")
 
 
 def _require_space(parent: Path, model: PreTrainedModel, settings: _Settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -60,6 +61,13 @@ def _known_schedule(name: str) -> str:
     return name
 
 
+def with_flags(advice: str) -> str:
+    """The advice of a ledger, with the names of flags for those of the Strategy's fields."""
+    head, try_, tail = advice.rpartition(". Try ")
+    names = "|".join(_STRATEGY_FLAGS)
+    return head + try_ + re.sub(rf"\b({names})\b", lambda m: _STRATEGY_FLAGS[m[0]], tail)
+
+
 def _strategy(flag: str, help: str, **more: Any) -> Any:
     return typer.Option(flag, help=help, rich_help_panel="Strategy", **more)
 
@@ -68,52 +76,127 @@ def _strategy(flag: str, help: str, **more: Any) -> Any:
 class StrategyFlags:
     """The strategy flags; None where one was not given."""
 
-    B: Annotated[int | None, _strategy("--B", "Accumulated batch, in rows.", min=1)] = None
-    b_a: Annotated[int | None, _strategy("--b-a", "Attention micro-batch, in rows.", min=1)] = None
-    b_e: Annotated[int | None, _strategy("--b-e", "Expert micro-batch, in tokens.", min=1)] = None
+    B: Annotated[
+        int | None,
+        _strategy(
+            "--B",
+            "Rows (requests) in flight together. All of them share each copy of the weights to "
+            "the GPU: the more, the more tokens a second. Each takes host memory for its KV.",
+            min=1,
+        ),
+    ] = None
+    b_a: Annotated[
+        int | None,
+        _strategy(
+            "--b-a",
+            "Rows that the GPU attends to at a time. More make fewer and larger kernels, and "
+            "cost GPU memory: a KV slot holds so many rows, one layer of them.",
+            min=1,
+        ),
+    ] = None
+    b_e: Annotated[
+        int | None,
+        _strategy(
+            "--b-e",
+            "Tokens that go through an expert at a time. More use the GPU better, up to some "
+            "thousands, and cost GPU memory for what lies between its matrices.",
+            min=1,
+        ),
+    ] = None
     s_expert: Annotated[
-        str | None, _strategy("--s-expert", "GPU memory for prefetched experts, such as 8GiB.")
+        str | None,
+        _strategy(
+            "--s-expert",
+            "GPU memory for experts copied ahead of their use, such as 8GiB. More lets copies go "
+            "on while the GPU computes; more than a layer's experts seldom helps.",
+        ),
     ] = None
-    s_params: Annotated[str | None, _strategy("--s-params", "Weights that stay on the GPU.")] = None
+    s_params: Annotated[
+        str | None,
+        _strategy(
+            "--s-params",
+            "GPU memory for weights that stay there, such as 10GiB: they are never copied again, "
+            "which saves time on the link in every step.",
+        ),
+    ] = None
     omega: Annotated[
-        float | None, _strategy("--omega", "CPU's share of decode attention.", min=0, max=1)
+        float | None,
+        _strategy(
+            "--omega",
+            "Share of the decode attention that the CPU does. That KV need not be copied to the "
+            "GPU, but takes time on the CPU: best where the CPU and the link take equally long.",
+            min=0,
+            max=1,
+        ),
     ] = None
-    kv_slots: Annotated[int | None, _strategy("--kv-slots", "GPU slots for KV.", min=1)] = None
+    kv_slots: Annotated[
+        int | None,
+        _strategy(
+            "--kv-slots",
+            "Places on the GPU for the KV of --b-a rows each. 2 let one be copied while another "
+            "is in use; each further one costs as much GPU memory again.",
+            min=1,
+        ),
+    ] = None
     dense_slots: Annotated[
-        int | None, _strategy("--dense-slots", "GPU slots for dense weights.", min=1)
+        int | None,
+        _strategy(
+            "--dense-slots",
+            "Places on the GPU for a layer's weights other than its experts. 2 let the next "
+            "layer's be copied while one is in use; 1 saves that memory and waits.",
+            min=1,
+        ),
     ] = None
-    expert_group: Annotated[int | None, _strategy("--expert-group", "Experts a task.", min=1)] = (
-        None
-    )
-    fetch: Annotated[Fetch | None, _strategy("--fetch", "Which experts are copied.")] = None
+    expert_group: Annotated[
+        int | None,
+        _strategy(
+            "--expert-group",
+            "Experts copied and computed as one task. More save overhead where experts are many "
+            "and small; a slot for experts is then so many times larger.",
+            min=1,
+        ),
+    ] = None
+    fetch: Annotated[
+        Fetch | None,
+        _strategy(
+            "--fetch",
+            "all: copy every expert ahead of its use. routed: wait for the router, then copy "
+            "only the experts that got tokens, which pays with few rows. Expert k of an "
+            "expert task is then the k-th of those that got tokens, not expert k of the model.",
+        ),
+    ] = None
     schedule: Annotated[
         str,
-        _strategy("--schedule", "How tasks are laid out: module.", callback=_known_schedule),
+        _strategy(
+            "--schedule",
+            "The order of tasks: module, in which each part of a layer takes the whole batch "
+            "before the next part begins.",
+            callback=_known_schedule,
+        ),
     ] = "module"
 
-    def strategy(self, rows: int) -> mg.Strategy | None:
-        """The Strategy that the flags make, or None if there are none.
-
-        B is ``rows`` unless given, b_a is B and b_e 8192.
-        """
+    def given(self) -> dict[str, Any]:
+        """The fields of a Strategy that flags were given for."""
         values = asdict(self) | {
             "s_expert": size("--s-expert", self.s_expert),
             "s_params": size("--s-params", self.s_params),
             "fetch": None if self.fetch is None else self.fetch.value,
         }
-        del values["schedule"]  # of the graph, not of the Strategy
-        given = {name: value for name, value in values.items() if value is not None}
-        if not given:
-            return None
-        B = given.get("B", rows)
-        return mg.Strategy(**{"B": B, "b_a": B, "b_e": 8192, **given})
+        return {k: v for k, v in values.items() if k in _STRATEGY_FLAGS and v is not None}
 
-    def required(self) -> mg.Strategy:
-        """The Strategy of a command that cannot choose one itself."""
-        strategy = None if self.B is None else self.strategy(rows=self.B)
-        if strategy is None:
+    def strategy(self) -> mg.Strategy:
+        """The Strategy of a command that chooses none itself: b_a is B, b_e 8192 unless given."""
+        if self.B is None:
             raise InvalidInput("--B is missing: how many rows are decoded together?")
-        return strategy
+        return mg.Strategy(**{"b_a": self.B, "b_e": 8192, **self.given()})
+
+
+# The flag of each field of a Strategy.
+_STRATEGY_FLAGS = {
+    field.name: f"--{field.name.replace('_', '-')}"
+    for field in fields(StrategyFlags)
+    if field.name != "schedule"  # of the graph
+}
 
 
 def _work(flag: str, help: str, **more: Any) -> Any:

@@ -15,8 +15,8 @@ the text and ``"length"`` at ``max_tokens``.
 While a job runs, its lines are in ``OUTPUT.partial``, in the order in which they finished, below a
 first line that identifies the job. When all are there they are put in order and renamed to
 ``OUTPUT``: a file of that name is always complete. A job that was cut short leaves its ``.partial``
-to be read; started again it begins anew. An ``OUTPUT``, or a ``.partial`` of another job, that
-exists already is never overwritten.
+to be read if it holds an answer, else none; started again it begins anew. An ``OUTPUT``, or a
+``.partial`` of another job, that exists already is never overwritten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -35,11 +35,14 @@ from typing import IO, TYPE_CHECKING, Any
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.requests import Request
+from moegen.graph.workload import Workload
 from moegen.units import format_bytes
 
 if TYPE_CHECKING:
     from moegen.exec.engine import Completion, Engine
     from moegen.exec.generate import StepReport
+    from moegen.graph.memory import Ledger
+    from moegen.graph.strategy import Plan
 
 Row = dict[str, Any]
 
@@ -129,8 +132,7 @@ class Output:
             raise InvalidInput(
                 f"{self.path} exists already: choose another --output, or remove it first"
             )
-        if not self.path.parent.is_dir():
-            raise InvalidInput(f"{self.path.parent} is no folder: make it first")
+        require_writable(self.path)
         if self.partial.exists() and not self._is_ours():
             raise InvalidInput(
                 f"{self.partial} belongs to another job, with other requests or settings: "
@@ -143,6 +145,12 @@ class Output:
                 return json.loads(file.readline()) == self._header
         except (OSError, ValueError):
             return False
+
+    @property
+    def kept(self) -> str:
+        """Where the answers of a job that fails now are to be found: a sentence, or nothing."""
+        answered = any("error" not in row for row in self._rows.values())
+        return f" Rows finished so far are in {self.partial}." if answered else ""
 
     def start(self) -> None:
         """Begin the partial file."""
@@ -168,6 +176,16 @@ class Output:
             os.replace(ordered, self.path)
             self.partial.unlink()
 
+    def abandon(self) -> None:
+        """Close the partial file after a failure; remove it if no request was answered."""
+        if self._file is None:
+            return
+        with suppress(OSError):  # what went wrong before is the news
+            self._file.close()
+        if not self.kept:
+            with suppress(OSError):
+                self.partial.unlink(missing_ok=True)
+
     def _write(self, row: Row) -> None:
         assert self._file is not None
         with self._writing():
@@ -180,8 +198,7 @@ class Output:
             yield
         except OSError as error:
             raise MachineError(
-                f"cannot write {self.path}: {error.strerror or error}. "
-                f"Rows finished so far are in {self.partial}"
+                f"cannot write {self.path}: {error.strerror or error}.{self.kept}"
             ) from error
 
 
@@ -189,8 +206,24 @@ def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 
+def require_writable(path: Path) -> None:
+    """Refuse a path that no file can be written to, before any work is done for it.
+
+    Raises
+    ------
+    InvalidInput
+        If it is a folder, or its folder is missing or closed.
+    """
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path.parent} is no folder: make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InvalidInput(f"{path} may not be written: choose another place")
+
+
 @contextmanager
-def enough_memory(finished: str = "") -> Iterator[None]:
+def enough_memory(finished: Callable[[], str] = str) -> Iterator[None]:
     """Turn the memory errors of Python and CUDA into a MachineError; leave others as they are.
 
     ``finished`` says where to find what was done before; the message ends with it.
@@ -201,14 +234,15 @@ def enough_memory(finished: str = "") -> Iterator[None]:
         has = format_bytes(HardwareSpec.detect().host_memory_bytes)
         raise MachineError(
             f"out of host memory ({str(error) or 'an allocation failed'}), of which there are "
-            f"{has}. Free some, give a smaller --B, or plan with less by --host-memory. {finished}"
+            f"{has}. Free some, give a smaller --B, or plan with less by --host-memory."
+            f"{finished()}"
         ) from error
     except _cuda_out_of_memory() as error:
         # What was asked for and what there is; the rest is about fragmentation.
         said = str(error).split(" Including ")[0].rstrip(".")
         raise MachineError(
             f"{said}. End what else uses the GPU, give a smaller --B or --b-a, or plan with less "
-            f"by --gpu-memory. {finished}"
+            f"by --gpu-memory.{finished()}"
         ) from error
 
 
@@ -224,6 +258,7 @@ def run_job(
     output: Output,
     *,
     max_tokens: int = 256,
+    on_plan: Callable[[Plan, Ledger], None] | None = None,
     on_row: Callable[[Row], None] | None = None,
     on_step: Callable[[StepReport], None] | None = None,
 ) -> Summary:
@@ -233,6 +268,9 @@ def run_job(
     ----------
     max_tokens : int
         For requests that name no ``max_tokens`` of their own.
+    on_plan : callable, optional
+        Called before anything runs with the plan and the memory that decode needs by it; not
+        called if no request can be served.
     on_row : callable, optional
         Called with every row that was written, answer or error.
     on_step : callable, optional
@@ -249,7 +287,6 @@ def run_job(
     """
     if engine.tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot answer text")
-    output.start()
     n_errors = prompt_tokens = completion_tokens = 0
 
     def add(row: Row) -> None:
@@ -262,7 +299,9 @@ def run_job(
             on_row(row)
 
     served: list[Request] = []
+    refused: list[Row] = []
     prompts: list[str | list[int]] = []
+    lengths: list[int] = []
     limits: list[int] = []
     for request in requests:
         limit = request.max_tokens or max_tokens
@@ -270,10 +309,11 @@ def run_job(
             ids = encode(engine.tokenizer, request)
             _require_room(len(ids), limit, engine.model.max_context)
         except Unservable as error:
-            add({"id": request.id, "error": str(error)})
+            refused.append({"id": request.id, "error": str(error)})
             continue
         served.append(request)
         prompts.append(ids)
+        lengths.append(len(ids))
         limits.append(limit)
 
     def on_finish(index: int, completion: Completion) -> None:
@@ -287,12 +327,26 @@ def run_job(
             }
         )
 
-    start_s = time.perf_counter()
-    if served:
-        with enough_memory(f"Rows finished so far are in {output.partial}"):
-            engine.generate(prompts, max_new_tokens=limits, on_finish=on_finish, on_step=on_step)
-    time_s = time.perf_counter() - start_s
-    output.finish()
+    if served:  # a plan that does not fit is refused before there is a file
+        plan = engine._resolve(Workload.from_lengths(lengths, limits))
+        if on_plan is not None and engine.ledger is not None:
+            on_plan(plan, engine.ledger)
+    time_s = 0.0
+    try:
+        output.start()
+        for row in refused:
+            add(row)
+        if served:
+            start_s = time.perf_counter()
+            with enough_memory(lambda: output.kept):
+                engine.generate(
+                    prompts, max_new_tokens=limits, on_finish=on_finish, on_step=on_step
+                )
+            time_s = time.perf_counter() - start_s
+        output.finish()
+    except BaseException:
+        output.abandon()
+        raise
     return Summary(len(requests), len(served), n_errors, prompt_tokens, completion_tokens, time_s)
 
 

@@ -39,7 +39,11 @@ class FakeEngine:
 
     calls: list[dict] = []
     tokenizer: FakeTokenizer | None = FakeTokenizer()
-    model = SimpleNamespace(max_context=CONTEXT)
+    model = SimpleNamespace(max_context=CONTEXT, dtype="bfloat16")
+    device = SimpleNamespace(type="cpu")
+    hardware = SimpleNamespace(gpu_name="none")
+    ledger: mg.Ledger | None = None
+    refuses: mg.Infeasible | None = None
     weights = SimpleNamespace(pinned=True, notes=[])
     fail: BaseException | None = None
     after_rows = 0
@@ -47,7 +51,18 @@ class FakeEngine:
     @classmethod
     def from_pretrained(cls, path, **kwargs):
         cls.calls.append({"path": path, **kwargs})
+        kwargs["progress"](512, 1024)
+        kwargs["progress"](1024, 1024)
         return cls()
+
+    def _resolve(self, work):
+        self.calls.append({"work": work})
+        if self.refuses is not None:
+            raise self.refuses
+        s = mg.Strategy(B=work.n, b_a=2, b_e=64, s_expert=2**30)
+        model, hw = mg.ModelSpec.from_pretrained("mixtral-8x7b"), mg.HardwareSpec.from_name("c2")
+        self.ledger = mg.memory(model, hw, s, work)
+        return mg.Plan(prefill=s.with_(b_a=1), decode=s)
 
     def __enter__(self):
         return self
@@ -154,12 +169,40 @@ def test_json_summary_goes_to_stdout(job):
     assert (summary["prompt_tokens"], summary["completion_tokens"]) == (3, 2)
     assert summary["tokens_per_s"] == pytest.approx(2 / summary["time_s"])
     assert summary["output"] == str(job.output)
+    assert (summary["device"], summary["dtype"]) == ("cpu", "bfloat16")
+    assert mg.Strategy(**summary["plan"]["decode"]) == mg.Strategy(1, 2, 64, s_expert=2**30)
+    assert summary["plan"]["prefill"]["b_a"] == 1
+    gpu = summary["memory"]["gpu"]
+    assert gpu["capacity_bytes"] == 24 * 10**9 > gpu["planned_bytes"] > 2**28
+
+
+def test_the_plan_is_told_before_anything_runs(job, engine, monkeypatch):
+    lines = job([_line(1), _line(2)]).err.splitlines()
+    told = [next(i for i, x in enumerate(lines) if x.startswith(s)) for s in ("Device", "Decode")]
+    assert lines[told[0]] == "Device cpu, bfloat16"
+    assert lines[told[1]].startswith("Decode:  B=2, b_a=2, b_e=64, s_expert=1.00 GiB, s_params=0 B")
+    assert lines[told[1] - 1].startswith("Prefill: B=2, b_a=1,")
+    done = next(i for i, x in enumerate(lines) if "rows answered" in x)
+    memory = next(i for i, x in enumerate(lines) if x.startswith("Memory planned for decoding: "))
+    assert told[1] < done < memory and " of 476.84 GiB, in the GPU's stead " in lines[memory]
+
+    job.output.unlink()
+    monkeypatch.setattr(engine, "fail", MachineError("fell off"))
+    monkeypatch.setattr(engine, "device", SimpleNamespace(type="cuda"))
+    said = job([_line(1), _line(2)]).err
+    assert "Decode:  B=2" in said and "Device cuda (none), bfloat16" in said
+
+
+def test_loading_shows_how_much_and_how_fast(job):
+    said = job([_line(1)]).err
+    loading = next(line for line in said.splitlines() if line.startswith("loading"))
+    assert "1.0/1.0 kB" in loading
 
 
 def test_messages_go_through_the_chat_template_and_get_one_bos(job, engine):
     messages = [{"role": "user", "content": "hi"}]
     assert job([json.dumps({"id": 1, "messages": messages})]).code == 0
-    assert engine.calls[1]["prompts"] == [[1, *map(ord, "userhi")]]
+    assert engine.calls[2]["prompts"] == [[1, *map(ord, "userhi")]]
 
 
 def test_rows_that_cannot_be_served_become_errors_and_the_others_run(job, engine):
@@ -174,7 +217,7 @@ def test_rows_that_cannot_be_served_become_errors_and_the_others_run(job, engine
     assert job(lines).code == 0
     rows = {row["id"]: row for row in _rows(job.output)}
     assert list(rows) == ["empty", "long", "fits", "grows", "none", "robot"]
-    assert rows["fits"]["text"] == "x" and len(engine.calls[1]["prompts"]) == 1
+    assert rows["fits"]["text"] == "x" and len(engine.calls[2]["prompts"]) == 1
     assert rows["empty"] == {"id": "empty", "error": "the prompt is empty"}
     assert "1 more than the model's context of 1000" in rows["long"]["error"]
     assert "1 more than the model's context of 1000" in rows["grows"]["error"]
@@ -184,6 +227,9 @@ def test_rows_that_cannot_be_served_become_errors_and_the_others_run(job, engine
 def test_a_file_without_one_servable_row_is_still_answered(job, engine):
     assert job([_line(1, "")]).code == 0
     assert _rows(job.output) == [{"id": 1, "error": "the prompt is empty"}]
+    job.output.unlink()
+    summary = json.loads(job([_line(1, "")], "--json").out)
+    assert summary["plan"] is None and summary["memory"] is None
 
 
 def test_messages_without_a_chat_template_are_an_error_of_the_row(job, monkeypatch):
@@ -290,6 +336,35 @@ def test_errors_of_moegen_are_one_message_and_an_exit_code(job, engine, monkeypa
     assert done.err.splitlines()[-1] == f"moegen: {error}" and "Traceback" not in done.err
 
 
+@pytest.mark.parametrize("how", ["refused", "failed", "stopped"])
+def test_a_job_that_answered_nothing_leaves_nothing_in_the_way(job, engine, monkeypatch, how):
+    if how == "refused":
+        error = mg.Infeasible("does not fit gpu memory: too much. Try a smaller b_a or kv_slots")
+        monkeypatch.setattr(engine, "refuses", error)
+    else:
+        fail = KeyboardInterrupt() if how == "stopped" else MachineError("fell off")
+        monkeypatch.setattr(engine, "fail", fail)
+    lines = [_line(1), _line(2, "")]  # an error line is no answer
+    done = job(lines, "--max-tokens", "9")
+    assert done.code == {"refused": 3, "failed": 1, "stopped": 130}[how]
+    assert not job.partial.exists() and "partial" not in done.err
+    if how == "refused":
+        assert done.err.splitlines()[-1].endswith("Try a smaller --b-a or --kv-slots")
+    monkeypatch.setattr(engine, "fail", None)
+    monkeypatch.setattr(engine, "refuses", None)
+    assert job(lines, "--max-tokens", "8").code == 0
+
+
+def test_a_refused_plan_leaves_the_answers_of_a_job_cut_short(job, engine, monkeypatch):
+    monkeypatch.setattr(engine, "fail", KeyboardInterrupt())
+    monkeypatch.setattr(engine, "after_rows", 1)
+    lines = [_line(1), _line(2)]
+    assert job(lines).code == 130
+    before = job.partial.read_text()
+    monkeypatch.setattr(engine, "refuses", mg.Infeasible("too much"))
+    assert job(lines).code == 3 and job.partial.read_text() == before
+
+
 @pytest.mark.parametrize("said", ["", "Unable to allocate 9.00 TiB"])
 def test_too_little_host_memory_is_a_fault_of_the_machine(job, engine, monkeypatch, said):
     monkeypatch.setattr(engine, "fail", MemoryError(said))
@@ -318,7 +393,8 @@ def test_too_little_gpu_memory_is_a_fault_of_the_machine(job, engine, monkeypatc
         monkeypatch.setattr(engine, "from_pretrained", fail)
     else:
         monkeypatch.setattr(engine, "fail", error)
-    done = job([_line(1)])
+        monkeypatch.setattr(engine, "after_rows", 1)
+    done = job([_line(1), _line(2)])
     assert done.code == 1 and "Traceback" not in done.err
     last = done.err.splitlines()[-1]
     assert "Tried to allocate 20.00 GiB" in last and "1.20 GiB is free. End what" in last
@@ -378,15 +454,16 @@ def test_flags_reach_the_engine(job, engine):
     call = engine.calls[0]
     assert (call["plan"], call["device"], call["dtype"]) == ("auto", "cpu", "float32")
     assert (call["gpu_memory_bytes"], call["host_memory_bytes"]) == (2 * 2**30, 10**9)
+    assert callable(call["progress"])
 
 
-def test_strategy_flags_make_a_strategy(job, engine):
+def test_strategy_flags_stay_as_given(job, engine):
     flags = (
         "--B 12 --b-a 3 --b-e 64 --s-expert 8MiB --s-params 1GB --omega 0.5 --kv-slots 3 "
         "--dense-slots 4 --expert-group 2 --fetch routed"
     )
-    assert job([_line(1)], *flags.split()).code == 0
-    assert engine.calls[0]["plan"] == mg.Strategy(
+    assert job([_line(i) for i in range(12)], *flags.split()).code == 0
+    assert engine.calls[0]["plan"] == dict(
         B=12,
         b_a=3,
         b_e=64,
@@ -400,9 +477,15 @@ def test_strategy_flags_make_a_strategy(job, engine):
     )
 
 
-def test_one_strategy_flag_is_enough(job, engine):
-    assert job([_line(1), _line(2)], "--omega", "1").code == 0
-    assert engine.calls[0]["plan"] == mg.Strategy(B=2, b_a=2, b_e=8192, omega=1.0)
+def test_what_no_flag_says_is_left_to_the_engine(job, engine):
+    assert job([_line(1), _line(2)], "--omega", "0").code == 0
+    assert engine.calls[0]["plan"] == {"omega": 0.0}
+
+
+def test_more_rows_in_flight_than_requests_are_taken_as_all(job, engine):
+    done = job([_line(1), _line(2)], "--B", "100")
+    assert done.code == 0 and engine.calls[0]["plan"] == {"B": 2}
+    assert "--B 100 is more than there are rows: taken as 2" in done.err
 
 
 @pytest.mark.parametrize(
@@ -414,7 +497,8 @@ def test_one_strategy_flag_is_enough(job, engine):
         ("--B 0", "--B"),
         ("--device tpu", "--device"),
         ("--schedule deepspeed", "--schedule: 'deepspeed' is not there yet; known: module"),
-        ("--timeline /no/such/folder/t.json", "--timeline"),
+        ("--timeline /no/such/folder/t.json", "--timeline: /no/such/folder is no folder"),
+        ("--timeline /", "--timeline: / is a folder"),
         ("--model /no/such/model", "no folder with a checkpoint"),
     ],
 )
@@ -480,6 +564,63 @@ def test_a_preset_is_the_workload_of_its_lengths(capsys, command):
 def test_wrong_points_are_refused(capsys, command, flags, reason):
     code, out, err = _main(capsys, f"{command} {flags}")
     assert (code, out) == (2, "") and reason in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--trace nodir/t.json", "--trace: nodir is no folder: make it first"),
+        ("--trace .", "--trace: . is a folder"),
+        ("--hw c4", "'c4' is no file, and none of c1, c2, c3, h200"),
+        ("--hw c4", "--hw FILE.yaml: a copy of "),
+        ("--hw none.yaml", "none.yaml cannot be read: No such file or directory\n"),
+    ],
+)
+def test_places_and_machines_are_checked_before_any_work(capsys, monkeypatch, flags, reason):
+    def work(*_, **__):
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr(mg, "simulate", work, raising=False)
+    code, out, err = _main(capsys, f"simulate {POINT} {flags}")
+    assert (code, out) == (2, "") and reason in err and "from_yaml" not in err
+    assert "Errno" not in err
+
+
+def test_a_timeline_never_lands_on_the_requests(job, tmp_path):
+    for name in ("in.jsonl", "out.jsonl"):
+        done = job([_line(1)], "--timeline", str(tmp_path / name))
+        assert done.code == 2 and "file of requests or of answers" in done.err
+
+
+@pytest.mark.parametrize("command", ["memory", "simulate"])
+def test_more_rows_in_flight_than_the_workload_has_are_taken_as_all(capsys, command):
+    point = f"{command} mixtral-8x7b --hw c2 --n 4 --json"
+    code, many, err = _main(capsys, f"{point} --B 100")
+    assert code == 0 and err == "moegen: --B 100 is more than there are rows: taken as 4\n"
+    code, four, err = _main(capsys, f"{point} --B 4")
+    assert code == 0 and err == "" and many == four
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ("--B 9000", "Try a smaller --B"),
+        ("--B 3640 --b-a 2048 --kv-slots 4", "Try a smaller --b-a or fewer --kv-slots"),
+        ("--B 512 --s-params 30GB", "Try a smaller --s-params"),
+        ("--B 512 --s-expert 30GB", "Try a smaller --s-expert or --expert-group"),
+    ],
+)
+def test_advice_names_flags(capsys, flags, advice):
+    code, _, err = _main(capsys, f"memory mixtral-8x7b --hw c2 {flags} --n 10000 --json")
+    assert code == 3 and err.endswith(f"{advice}\n")
+
+
+def test_fields_and_flags_are_the_same():
+    from dataclasses import fields
+
+    from moegen.flags import _STRATEGY_FLAGS
+
+    assert list(_STRATEGY_FLAGS) == [field.name for field in fields(mg.Strategy)]
 
 
 @pytest.fixture
