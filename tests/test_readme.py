@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -43,9 +44,14 @@ def command_of(line: str):
 
 def test_python_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (code,) = blocks("python")
-    exec(compile(code, "README.md", "exec"), {})
+    code, look = blocks("python")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
     said = capsys.readouterr().out
+    names["timeline"].save("t.json")
+    exec(compile(look, "README.md", "exec"), {})
+    assert (tmp_path / "step.png").exists() and (tmp_path / "trace.json").exists()
+    assert "(0, 1, 2, 3)" in capsys.readouterr().out
     tokens, bound = map(int, re.search(r"(\d+) tokens/s, bound (\d+)", said).groups())
     assert 0 < tokens <= bound
     assert (tmp_path / "decode.png").stat().st_size > 10_000
@@ -83,6 +89,21 @@ def test_options_named_in_the_text_exist():
     assert named and named <= known
 
 
+def test_every_knob_is_in_the_glossary():
+    from dataclasses import fields
+
+    from moegen.graph.strategy import Strategy
+
+    rows = dict(re.findall(r"^\|.* \| `(\w+)`, `(--[\w-]+)` \|", README, re.MULTILINE))
+    assert rows == {f.name: f"--{f.name.replace('_', '-')}" for f in fields(Strategy)}
+
+
+def test_the_line_of_an_answer_is_one():
+    (text,) = [x for x in blocks("") if x.startswith("{")]
+    keys = ["id", "text", "prompt_tokens", "completion_tokens", "finish_reason"]
+    assert list(json.loads(text)) == keys
+
+
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"^make ([a-z]+)", "\n".join(shell_lines()), re.MULTILINE))
@@ -98,7 +119,7 @@ def test_extras_exist():
 
 
 def test_paths_of_the_layout_and_links_exist():
-    (layout,) = blocks("")
+    (layout,) = [x for x in blocks("") if x.startswith("moegen/")]
     paths = [line.split()[0] for line in layout.splitlines()]
     paths += re.findall(r"\]\((?!https?:)([^)]+)\)", README)
     paths += re.findall(r"`((?:docs|benchmarks|notebooks)/[^`]*)`", README)
