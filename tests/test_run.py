@@ -657,3 +657,9 @@ def test_a_file_is_counted_with_the_models_tokenizer(folder, capsys, monkeypatch
     file.write_text(_line(1, ""))
     code, _, err = _main(capsys, f"memory {point}")
     assert code == 2 and "in.jsonl, id 1: the prompt is empty" in err
+
+
+def test_a_demo_that_has_no_place_is_refused_at_once(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code, out, err = _main(capsys, f"demo --folder {tmp_path / 'file' / 'a' / 'demo'}")
+    assert (code, out) == (2, "") and f"{tmp_path / 'file'} is no folder" in err
