@@ -97,9 +97,12 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version  # slow to load, seldom asked
+        from importlib.metadata import PackageNotFoundError, version  # slow, seldom asked
 
-        value = version("moegen")
+        try:
+            value = version("moegen")
+        except PackageNotFoundError:  # the source tree is on the path, nothing is installed
+            value = "0+unknown"
     elif name == "plot":
         value = import_module("moegen.plot")
     elif name in _HOME:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moegen.errors import InvalidInput
-from moegen.graph.io import from_dict
+from moegen.errors import InvalidInput, MoegenError
+from moegen.graph.files import read_json, write_json
+from moegen.graph.io import from_dict, read_task_id
 from moegen.graph.shape import Shape
 from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Task, TaskGraph, TaskId, Work
 from moegen.units import format_seconds
@@ -369,9 +369,9 @@ class Timeline:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise InvalidInput(f"not a timeline: its format is not {FORMAT!r}")
         try:
-            return cls(
+            timeline = cls(
                 from_dict(data["graph"]),
-                [TaskId(*i) for i in data["ids"]],
+                [read_task_id(i) for i in data["ids"]],
                 data["start_s"],
                 data["end_s"],
                 data["ready_s"],
@@ -380,12 +380,25 @@ class Timeline:
                 provenance=data["provenance"],
                 meta=data["meta"],
             )
-        except (KeyError, TypeError) as e:
+            if timeline.shapes and len(timeline.shapes) != len(timeline.steps):
+                raise InvalidInput(
+                    f"it has {len(timeline.shapes)} shapes for {len(timeline.steps)} steps"
+                )
+        except MoegenError as e:
+            raise InvalidInput(f"the timeline is damaged: {e}") from e
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise InvalidInput(f"the timeline is damaged: {type(e).__name__}: {e}") from e
+        return timeline
 
     def save(self, path: str | Path) -> None:
-        """Write the timeline as JSON; :meth:`load` gives back an equal one."""
-        Path(path).write_text(json.dumps(self.to_dict(), allow_nan=False), encoding="utf-8")
+        """Write the timeline as JSON; :meth:`load` gives back an equal one.
+
+        Raises
+        ------
+        InvalidInput
+            If the file cannot be written, or ``meta`` is not JSON.
+        """
+        write_json(path, self.to_dict(), "the timeline")
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
@@ -396,15 +409,7 @@ class Timeline:
         InvalidInput
             If the file is missing or holds no timeline.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as e:
-            raise InvalidInput(f"cannot read the timeline {path}: {e.strerror or e}") from e
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise InvalidInput(f"{path} is not JSON: line {e.lineno}: {e.msg}") from e
-        return cls.from_dict(data)
+        return cls.from_dict(read_json(path, "the timeline"))
 
 
 def incoming(graph: TaskGraph, task_id: TaskId) -> list[Edge]:
@@ -427,7 +432,13 @@ def _of(work: Work | None, name: str) -> float:
 
 
 def _column(values: Any, n: int, name: str, *, finite: bool = True) -> np.ndarray:
-    column = np.asarray(values, dtype=float)
+    try:
+        column = np.asarray(values)
+    except ValueError as e:  # lists of different lengths
+        raise InvalidInput(f"{name} must be a list of numbers: {e}") from e
+    if column.size and column.dtype.kind not in "iuf":
+        raise InvalidInput(f"{name} must hold numbers, got {column.ravel().tolist()[:3]}")
+    column = column.astype(float)
     if column.shape != (n,):
         raise InvalidInput(f"{name} has shape {list(column.shape)} for {n} tasks")
     if finite and not np.isfinite(column).all():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moegen.errors import GraphError
+from moegen.graph.files import write_json
 from moegen.graph.task import EdgeKind
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ def write_perfetto(timeline: Timeline, path: str | Path) -> None:
     GraphError
         If tasks of a lane overlap in a simulation. In a measured run the clock's noise may
         make them: there a slice begins where the one before it ended.
+    InvalidInput
+        If the file cannot be written.
     """
     trace = {
         "traceEvents": [*_names(timeline), *_slices_and_flows(timeline)],
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source, **timeline.meta},
     }
-    Path(path).write_text(json.dumps(trace, allow_nan=False, default=str), encoding="utf-8")
+    write_json(path, trace, "the trace", default=str)
 
 
 def _names(timeline: Timeline) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moegen.errors import InvalidInput
+from moegen.graph.checks import MOST, whole, wholes
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import OPS, expert_range
 from moegen.graph.passes import assemble
@@ -62,13 +63,15 @@ def build(
     Raises
     ------
     InvalidInput
-        On an unknown phase or schedule, or lengths that do not fit the phase.
+        On an unknown phase or schedule, or lengths that are none or do not fit the phase.
     """
     if phase not in ("decode", "prefill"):
         raise InvalidInput(f'phase must be "decode" or "prefill", got {phase!r}')
     if schedule not in SCHEDULES:
         raise InvalidInput(f"unknown schedule {schedule!r}: known are {', '.join(SCHEDULES)}")
     shape = _shape(s, phase, kv_len, prompt_len, lengths)
+    if kv_slot_tokens is not None:
+        kv_slot_tokens = whole(kv_slot_tokens, "kv_slot_tokens", at_least=1)
     layout = lay_out(s, phase, shape, kv_slot_tokens)
     step = _Step(model, s, phase, layout, shape)
     return step.graph().bind(shape)
@@ -87,17 +90,16 @@ def _shape(
         raise InvalidInput(f"{wrong} is not a size of the {phase} phase: give {name}")
     if (given is None) == (lengths is None):
         raise InvalidInput(f"give {name} for a uniform batch, or lengths row by row")
-    if lengths is None:
-        assert given is not None
-        lengths = (given,) * s.B
     lowest = 0 if phase == "decode" else 1
-    if not lengths or min(lengths) < lowest or any(n != int(n) for n in lengths):
-        raise InvalidInput(
-            f"{phase} needs whole lengths of at least {lowest}, got {list(lengths)[:8]}"
-        )
+    if lengths is None:
+        each = (whole(given, name, at_least=lowest, at_most=MOST),) * s.B
+    else:
+        each = wholes(lengths, "lengths", at_least=lowest, at_most=MOST)
+    if not each:
+        raise InvalidInput("lengths is empty: give one length a row")
     if phase == "decode":
-        return Shape(tuple(lengths), (1,) * len(lengths))
-    return Shape((0,) * len(lengths), tuple(lengths))
+        return Shape(each, (1,) * len(each))
+    return Shape((0,) * len(each), each)
 
 
 def lay_out(s: Strategy, phase: Phase, shape: Shape, slot_tokens: int | None = None) -> Layout:

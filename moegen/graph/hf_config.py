@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moegen.errors import InvalidInput
+from moegen.graph.checks import number
 from moegen.graph.hf_families import FAMILIES, Family
 from moegen.graph.hf_files import eos_ids
 from moegen.graph.layer import Attention, Layer, Matrix, Part
@@ -42,6 +43,11 @@ class Config:
             raise InvalidInput(f"{self.source}: key {' or '.join(keys)} is missing")
         return default
 
+    def check_number(self, key: str, *, at_least: float | None = None) -> None:
+        """Refuse a key whose value is there and is no such number; null is none either."""
+        if key in self.data:
+            number(self.data[key], f"{self.source}: {key}", at_least=at_least)
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean key."""
         value = self.data.get(key)
@@ -60,7 +66,7 @@ class Config:
         value = self.data.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != n or not set(value) <= set(allowed):
+        if not isinstance(value, list) or len(value) != n or any(v not in allowed for v in value):
             raise self.fail(key, f"a list of {n} of {allowed[0]!r} or {allowed[1]!r}")
         return [word == allowed[0] for word in value]
 
@@ -104,17 +110,18 @@ def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSp
         raise InvalidInput(f"{source}: a configuration is a dict, got {type(data).__name__}")
     try:
         hf = json.loads(json.dumps(data, allow_nan=False))
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, RecursionError) as e:
         raise InvalidInput(f"{source}: the configuration is not JSON data: {e}") from e
-    c = Config(hf, source)
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         what = "key model_type is missing" if model_type is None else f"family {model_type!r}"
         raise InvalidInput(
             f"{source}: {what}{'' if model_type is None else ' is not supported'}; "
             f"supported are {', '.join(FAMILIES)}"
         )
     family = FAMILIES[model_type]
+    c = Config({**family.defaults, **hf}, source)
+    _check_what_runs(c)
     dtype, fmt = _format(c)
     hidden, vocab = c.integer("hidden_size"), c.integer("vocab_size")
     max_context = c.integer("max_position_embeddings")
@@ -128,7 +135,7 @@ def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSp
     keys = list(zip(sparse, windows, strict=True))
     made = {key: _layer(c, family, fmt, hidden, *key) for key in set(keys)}
     return ModelSpec(
-        name=name or hf.get("_name_or_path") or model_type,
+        name=str(name or hf.get("_name_or_path") or model_type),
         model_type=model_type,
         hidden=hidden,
         vocab=vocab,
@@ -140,10 +147,25 @@ def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSp
         embed=embed,
         lm_head=lm_head if tie else embed + lm_head,
         final_norm=norm,
-        eos_token_ids=eos_ids(hf),
+        eos_token_ids=_eos(c),
         rope=_rope(c, family),
         hf=hf,
     )
+
+
+def _check_what_runs(c: Config) -> None:
+    """Numbers that say nothing about sizes, and that a run reads from the configuration."""
+    c.check_number("rms_norm_eps", at_least=0)
+    c.check_number("routed_scaling_factor")
+    for key in ("n_group", "topk_group"):
+        c.integer(key, at_least=0, default=0)
+
+
+def _eos(c: Config) -> tuple[int, ...]:
+    try:
+        return eos_ids(c.data)
+    except InvalidInput as e:
+        raise InvalidInput(f"{c.source}: {e}") from e
 
 
 def _format(c: Config) -> tuple[str, Format]:
@@ -225,6 +247,8 @@ def _attention(c: Config, family: Family, hidden: int, window: int | None) -> At
     if family.attention == "mla":
         rank = c.integer("q_lora_rank", default=0)
         rope = c.integer("qk_rope_head_dim")
+        if rope % 2:
+            raise c.fail("qk_rope_head_dim", "even, to rotate its pairs")
         return Attention(
             "mla",
             n_heads,
@@ -244,6 +268,8 @@ def _attention(c: Config, family: Family, hidden: int, window: int | None) -> At
     if c.data.get("head_dim") is None and hidden % n_heads:
         raise c.fail("hidden_size", f"a multiple of the {n_heads} heads where head_dim is absent")
     dim = c.integer("head_dim", default=hidden // n_heads)
+    if dim % 2:
+        raise InvalidInput(f"{c.source}: head_dim must be even, to rotate its pairs, got {dim}")
     qk_norm = family.qk_norm
     if qk_norm == "use_qk_norm":
         qk_norm = "head" if c.flag("use_qk_norm", False) else None
@@ -273,6 +299,8 @@ def _sparse_layers(c: Config, family: Family, n: int) -> list[bool]:
     if family.sparse == "step":
         step = c.integer("decoder_sparse_step", default=1)
         dense = c.data.get("mlp_only_layers") or []
+        if not isinstance(dense, list):
+            raise c.fail("mlp_only_layers", "a list of layers")
         return [i not in dense and (i + 1) % step == 0 for i in range(n)]
     return [True] * n
 
@@ -312,9 +340,27 @@ def _rope(c: Config, family: Family) -> dict[str, Any]:
     rope |= {("rope_type" if k == "type" else k): v for k, v in nested.items()}
     if c.data.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", c.data["partial_rotary_factor"])
-    theta = rope["rope_theta"]
-    if theta is None:
+    if rope["rope_theta"] is None:
         raise InvalidInput(f"{c.source}: key rope_theta is missing")
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-        raise InvalidInput(f"{c.source}: rope_theta must be positive, got {theta!r}")
+    if not isinstance(rope["rope_type"], str):
+        raise InvalidInput(f"{c.source}: rope_type must be text, got {rope['rope_type']!r}")
+    if rope["rope_type"] == "yarn":
+        number(rope["rope_theta"], f"{c.source}: rope_theta with yarn", above=1)
+    for key in _ROPE_NUMBERS:
+        if rope.get(key) is not None:
+            number(rope[key], f"{c.source}: {key} of the rotary embedding", above=0)
+    for key in ("mscale", "mscale_all_dim"):
+        if rope.get(key) is not None:
+            number(rope[key], f"{c.source}: {key} of the rotary embedding", at_least=0)
     return rope
+
+
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)

@@ -42,7 +42,8 @@ def load_config(name_or_path: str | Path) -> tuple[str, dict[str, Any], str]:
         if path.name == "config.json" and generation.is_file():
             # Chat models often list more end tokens here than in config.json.
             eos = eos_ids(config) + eos_ids(_read_json(generation))
-            config["eos_token_id"] = list(dict.fromkeys(eos)) or None
+            if eos:
+                config["eos_token_id"] = list(dict.fromkeys(eos))
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return name, config, str(path)
     if HUB_ID.fullmatch(text) and not text.startswith("."):
@@ -58,6 +59,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise InvalidInput(f"{path} cannot be read as JSON: {e}") from e
+    except RecursionError as e:
+        raise InvalidInput(f"{path} cannot be read as JSON: it is nested too deeply") from e
     if not isinstance(data, dict):
         raise InvalidInput(f"{path} holds a {type(data).__name__}, not a JSON object")
     return data

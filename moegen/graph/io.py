@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moegen.errors import InvalidInput
-from moegen.graph.model import ModelSpec
+from moegen.errors import InvalidInput, MoegenError
+from moegen.graph.checks import number, whole, wholes
+from moegen.graph.files import read_json, write_json
+from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import (
@@ -105,39 +107,105 @@ def from_dict(data: dict[str, Any]) -> TaskGraph:
         s = data["structure"]
         tasks = tuple(
             Task(
-                TaskId(*t["id"]),
+                read_task_id(t["id"]),
                 Lane(t["lane"]),
-                tuple(Value(*v) for v in t["reads"]),
-                tuple(Value(*v) for v in t["writes"]),
-                None if w is None else Work(**w),
+                tuple(_value(v) for v in t["reads"]),
+                tuple(_value(v) for v in t["writes"]),
+                None if w is None else _checked(Work(**w)),
             )
             for t, w in zip(s["tasks"], data["work"], strict=True)
         )
         ids = [t.id for t in tasks]
         edges = tuple(
-            Edge(ids[u], ids[v], Reason(EdgeKind(kind), *rest)) for u, v, kind, *rest in s["edges"]
+            Edge(
+                ids[whole(u, "the source of an edge")],
+                ids[whole(v, "the end of an edge")],
+                _reason(kind, *rest),
+            )
+            for u, v, kind, *rest in s["edges"]
         )
         layout = s["layout"]
+        if layout is not None:
+            layout = Layout(
+                whole(layout["cpu_rows"], "cpu_rows"),
+                wholes(layout["micro_batches"], "micro_batches", at_least=1),
+            )
         return TaskGraph(
             tasks,
             edges,
-            {r["name"]: Ring(**r) for r in s["rings"]},
-            phase=s["phase"],
+            {r["name"]: _ring(Ring(**r)) for r in s["rings"]},
+            phase=_phase(s["phase"]),
             model=None if data["model"] is None else ModelSpec.from_dict(data["model"]),
             strategy=None if data["strategy"] is None else Strategy(**data["strategy"]),
-            layout=None
-            if layout is None
-            else Layout(layout["cpu_rows"], tuple(layout["micro_batches"])),
+            layout=layout,
             shape=None if data["shape"] is None else Shape.from_dict(data["shape"]),
-            n_steps=s["n_steps"],
+            n_steps=whole(s["n_steps"], "n_steps", at_least=1),
         )
-    except (KeyError, TypeError, IndexError) as e:
+    except MoegenError as e:
+        raise InvalidInput(f"the task graph is damaged: {e}") from e
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as e:
         raise InvalidInput(f"the task graph is damaged: {type(e).__name__}: {e}") from e
 
 
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(f"{what} must be text, got {value!r}")
+    return value
+
+
+def _phase(value: Any) -> Phase:
+    if value not in ("prefill", "decode"):
+        raise InvalidInput(f'a phase must be "decode" or "prefill", got {value!r}')
+    return value
+
+
+def read_task_id(fields: Any) -> TaskId:
+    """The TaskId that ``list(task_id)`` was; InvalidInput if it is none."""
+    op, phase, step, *places = fields
+    whole(step, f"the step of {op}")
+    return TaskId(
+        _text(op, "an op"), _phase(phase), step, *(whole(p, f"{op}", at_least=-1) for p in places)
+    )
+
+
+def _value(fields: Any) -> Value:
+    v = Value(*fields)
+    _text(v.buffer, "a buffer")
+    whole(v.index, f"the index of {v.buffer}")
+    whole(v.distance, f"the distance of {v.buffer}")
+    return v
+
+
+def _reason(kind: Any, *rest: Any) -> Reason:
+    r = Reason(EdgeKind(kind), *rest)
+    whole(r.distance, "the distance of an edge")
+    _text(r.buffer, "the buffer of an edge")
+    if not isinstance(r.host, bool):
+        raise InvalidInput(f"host of an edge must be true or false, got {r.host!r}")
+    return r
+
+
+def _ring(r: Ring) -> Ring:
+    _text(r.name, "the name of a ring")
+    _text(r.where, f"the place of {r.name}")
+    for field in ("slots", "uses", "slot_bytes"):
+        whole(getattr(r, field), f"{field} of {r.name}")
+    return r
+
+
+def _checked(work: Work) -> Work:
+    """Refuse work that is none; its numbers stay of their types, which the hash depends on."""
+    for name, value in vars(work).items():
+        if name in ("rows", "launches"):
+            whole(value, name)
+        else:
+            number(value, name, at_least=0)
+    return work
+
+
 def to_json(g: TaskGraph, path: str | Path) -> None:
-    """Write ``g`` to ``path``."""
-    Path(path).write_text(json.dumps(to_dict(g), allow_nan=False), encoding="utf-8")
+    """Write ``g`` to ``path``; InvalidInput if that cannot be written."""
+    write_json(path, to_dict(g), "the task graph")
 
 
 def from_json(path: str | Path) -> TaskGraph:
@@ -146,13 +214,6 @@ def from_json(path: str | Path) -> TaskGraph:
     Raises
     ------
     InvalidInput
-        If the file is missing or is not a graph.
+        If the file is missing, or is not a graph, or a damaged one.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as e:
-        raise InvalidInput(f"cannot read the graph {path}: {e.strerror or e}") from e
-    try:
-        return from_dict(json.loads(text))
-    except json.JSONDecodeError as e:
-        raise InvalidInput(f"{path} is not JSON: line {e.lineno}: {e.msg}") from e
+    return from_dict(read_json(path, "the task graph"))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moegen.errors import InvalidInput
+from moegen.graph.checks import whole
 from moegen.graph.layer import Attention, Layer, Part, Phase
 from moegen.units import format_bytes
 
@@ -68,6 +69,8 @@ class ModelSpec:
         """
         from moegen.graph.hf_files import load_config
 
+        if not isinstance(name_or_path, (str, Path)):
+            raise InvalidInput(f"a model is named by text or a path, got {name_or_path!r}")
         name, config, source = load_config(name_or_path)
         return cls.from_config(config, name=name, source=source)
 
@@ -102,6 +105,7 @@ class ModelSpec:
             hf.pop("quantization_config", None)
             hf["dtype"] = dtype
         if n_layers is not None:
+            n_layers = whole(n_layers, "n_layers")
             if not 1 <= n_layers <= self.n_layers:
                 raise InvalidInput(f"n_layers must be in 1..{self.n_layers}, got {n_layers}")
             hf["num_hidden_layers"] = n_layers

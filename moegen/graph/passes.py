@@ -16,6 +16,7 @@ from typing import Any
 import networkx as nx
 
 from moegen.errors import GraphError
+from moegen.graph.checks import whole
 from moegen.graph.ops import OPS
 from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Ring, Task, TaskGraph, TaskId, Value
 
@@ -141,8 +142,7 @@ def unroll(g: TaskGraph, n: int) -> TaskGraph:
     """
     if g.n_steps != 1:
         raise GraphError(f"the graph is already unrolled over {g.n_steps} steps")
-    if n < 1:
-        raise GraphError(f"cannot unroll over {n} steps: at least 1")
+    n = whole(n, "the number of steps", at_least=1)
 
     def at(task_id: TaskId, k: int) -> TaskId:
         return task_id._replace(step=k)

@@ -70,6 +70,8 @@ def _parse(line: str) -> Request:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:  # "\\ud800" is JSON, but no text
         raise InvalidInput(f"half of a surrogate pair is no text ({error.reason})") from error
+    except RecursionError as error:
+        raise InvalidInput("not JSON that can be read: nested too deeply") from error
     except ValueError as error:
         raise InvalidInput(f"not JSON: {error}") from error
     if not isinstance(row, dict):

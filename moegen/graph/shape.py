@@ -7,6 +7,7 @@ is, which rows are still alive, and how many tokens the router sent to each expe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +16,13 @@ from typing import Any
 import numpy as np
 
 from moegen.errors import GraphError, InvalidInput
+from moegen.graph.checks import MOST, whole, wholes
 from moegen.graph.memory import residency
 from moegen.graph.model import Layer, ModelSpec, Phase
 from moegen.graph.task import NO_WORK, Layout, Task, TaskGraph, TaskId, Work
+
+# A damaged file may name any count, and each row takes memory.
+_MOST_ROWS = 2**26
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,11 @@ class Shape:
         Tokens the step adds: the prompt in prefill, 1 in decode, 0 for a row that ended.
     expert_tokens : mapping of int to tuple of int, optional
         Tokens each expert of a layer got. Layers left out are taken as evenly routed.
+
+    Raises
+    ------
+    InvalidInput
+        If a number is not whole or is negative, or there are more histories than new lengths.
     """
 
     past: tuple[int, ...]
@@ -39,15 +49,22 @@ class Shape:
     expert_tokens: Mapping[int, tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "past", tuple(int(n) for n in self.past))
-        object.__setattr__(self, "new", tuple(int(n) for n in self.new))
+        object.__setattr__(self, "past", wholes(self.past, "past", at_most=MOST))
+        object.__setattr__(self, "new", wholes(self.new, "new", at_most=MOST))
         if len(self.past) != len(self.new):
             raise InvalidInput(
                 f"a shape needs as many histories as new lengths, got {len(self.past)} and "
                 f"{len(self.new)}"
             )
-        if min(self.past, default=0) < 0 or min(self.new, default=0) < 0:
-            raise InvalidInput("row lengths cannot be negative")
+        experts = self.expert_tokens
+        if experts is not None:
+            if not isinstance(experts, Mapping):
+                raise InvalidInput(f"expert_tokens must map layers to tokens, got {experts!r}")
+            counts = {
+                whole(layer, "a layer of expert_tokens"): wholes(n, f"expert_tokens[{layer}]")
+                for layer, n in experts.items()
+            }
+            object.__setattr__(self, "expert_tokens", counts)
 
     @classmethod
     def uniform(cls, rows: int, past: int, new: int) -> Shape:
@@ -77,13 +94,16 @@ class Shape:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Shape:
-        """Inverse of ``to_dict``."""
-        experts = data["expert_tokens"]
-        return cls(
-            tuple(_unfold(data["past"])),
-            tuple(_unfold(data["new"])),
-            None if experts is None else {int(k): tuple(v) for k, v in experts.items()},
-        )
+        """Inverse of ``to_dict``; InvalidInput if ``data`` are not what it gave."""
+        try:
+            experts = data["expert_tokens"]
+            return cls(
+                _unfold(data["past"]),
+                _unfold(data["new"]),
+                None if experts is None else {int(k): tuple(v) for k, v in experts.items()},
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise InvalidInput(f"the shape is damaged: {type(e).__name__}: {e}") from e
 
 
 def _fold(values: Sequence[int]) -> list[list[int]]:
@@ -96,8 +116,10 @@ def _fold(values: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _unfold(runs: Sequence[Sequence[int]]) -> list[int]:
-    return [v for v, n in runs for _ in range(n)]
+def _unfold(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    rows = sum(whole(n, "a count of rows") for _, n in runs)
+    whole(rows, "the rows of a shape", at_most=_MOST_ROWS)
+    return tuple(v for v, n in runs for _ in range(n))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +177,58 @@ class Sizes:
         self.cpu = self._part(g.layout.cpu)
         self.micro_batches = tuple(self._part(p) for p in g.layout.parts)
         self.gpu_rows = self._part(range(g.layout.cpu_rows, shape.rows))
+        self._check(g)
         self._expert_tokens: dict[int, Sequence[int]] = {}
         self._ranked: dict[int, list[int]] = {}
+
+    def _check(self, g: TaskGraph) -> None:
+        """Refuse a shape that no step of the graph can have."""
+        shape = self.shape
+        if g.phase == "decode" and max(shape.new, default=0) > 1:
+            raise GraphError(
+                f"a decode step adds 1 token a row, or 0 where the row ended, and the shape adds "
+                f"{max(shape.new)}: a prompt needs a prefill graph"
+            )
+        if g.phase == "prefill" and max(shape.past, default=0) > 0:
+            raise GraphError(
+                f"a prefill step begins with empty rows, and the shape has one of "
+                f"{max(shape.past)} tokens: further tokens need a decode graph"
+            )
+        past, new = self._past.astype(float), self._new.astype(float)
+        for a in {layer.attention for layer in self.model.layers}:
+            of = a.decode_flops(past + 1) if g.phase == "decode" else a.prefill_flops(new)
+            if float(of.sum()) >= 2**62:
+                raise InvalidInput(
+                    f"rows of up to {max(*shape.past, *shape.new)} tokens are too long: the FLOPs "
+                    f"of their attention do not fit 64 bits"
+                )
+        for index, counts in (shape.expert_tokens or {}).items():
+            layer = self.model.layers[index] if index < self.model.n_layers else None
+            if layer is None or layer.mlp != "moe":
+                raise GraphError(f"expert_tokens names layer {index}, which has no routed experts")
+            if len(counts) != layer.n_experts:
+                raise GraphError(
+                    f"expert_tokens of layer {index} counts {len(counts)} experts and the layer "
+                    f"has {layer.n_experts}"
+                )
+            if sum(counts) != shape.tokens * layer.top_k:
+                raise GraphError(
+                    f"expert_tokens of layer {index} sum to {sum(counts)}, and {shape.tokens} "
+                    f"token(s) with {layer.top_k} experts each are {shape.tokens * layer.top_k}"
+                )
+
+    def check_ranks(self, g: TaskGraph) -> None:
+        """With routed fetch, refuse a shape with more active experts than tasks for them."""
+        if self.strategy.fetch != "routed":
+            return
+        tasks = Counter(t.id.layer for t in g.tasks if t.id.op == "expert")
+        for index, n in tasks.items():
+            active, room = len(self.ranked_experts(index)), n * self.strategy.expert_group
+            if active > room:
+                raise GraphError(
+                    f"layer {index} has {active} active experts and the graph tasks for {room}: "
+                    f"it was built for fewer tokens"
+                )
 
     def _part(self, positions: range) -> Part:
         past = self._past[positions.start : positions.stop]
@@ -166,6 +238,10 @@ class Sizes:
     def part(self, task_id: TaskId) -> Part:
         """The rows a task works on."""
         return self.micro_batches[task_id.microbatch] if task_id.microbatch >= 0 else self.all
+
+    def tiles(self, tokens: int) -> int:
+        """Kernels of an MLP over ``tokens``, at most ``b_e`` of them at a time."""
+        return -(-tokens // self.strategy.b_e)
 
     def layer(self, task_id: TaskId) -> Layer:
         """The layer a task belongs to."""
@@ -206,10 +282,20 @@ class Sizes:
 
 
 def bind(g: TaskGraph, shape: Shape) -> TaskGraph:
-    """``g`` with the work of ``shape`` in each task; the structure stays as it is."""
+    """``g`` with the work of ``shape`` in each task; the structure stays as it is.
+
+    Raises
+    ------
+    GraphError
+        If the graph was made by hand or is unrolled, or no step of it can have this shape:
+        other rows, another phase, tokens per expert that the routing cannot give.
+    InvalidInput
+        If rows are so long that their work cannot be counted.
+    """
     if g.n_steps != 1:
         raise GraphError("bind a step before unrolling it")
     sizes = Sizes(g, shape)
+    sizes.check_ranks(g)
     # Layers of a class are one object, and what is the same for them is worked out once:
     # all but the tasks of experts, whose tokens and residency are each layer's own.
     shared: dict[tuple[str, int, int], Work] = {}

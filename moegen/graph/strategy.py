@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from moegen.errors import InvalidInput
+from moegen.graph.checks import number, whole
 
 Fetch = Literal["all", "routed"]
 
@@ -54,35 +54,18 @@ class Strategy:
     fetch: Fetch = "all"
 
     def __post_init__(self) -> None:
-        for name in ("B", "b_a", "b_e", "kv_slots", "dense_slots", "expert_group"):
-            self._whole(name, at_least=1)
-        for name in ("s_expert", "s_params"):
-            self._whole(name, at_least=0)
-        omega = self.omega
-        if (
-            isinstance(omega, bool)
-            or not isinstance(omega, (int, float))
-            or not math.isfinite(omega)
-        ):
-            raise InvalidInput(f"omega must be a finite number in [0, 1], got {omega!r}")
+        lowest = dict.fromkeys(("s_expert", "s_params"), 0)
+        lowest |= dict.fromkeys(("B", "b_a", "b_e", "kv_slots", "dense_slots", "expert_group"), 1)
+        for name, least in lowest.items():
+            object.__setattr__(self, name, whole(getattr(self, name), name, at_least=least))
+        omega = number(self.omega, "omega")
         if not 0 <= omega <= 1:
             raise InvalidInput(
                 f"omega is the CPU's share of decode attention and lies in [0, 1], got {omega}"
             )
+        object.__setattr__(self, "omega", omega)
         if self.fetch not in ("all", "routed"):
             raise InvalidInput(f'fetch must be "all" or "routed", got {self.fetch!r}')
-
-    def _whole(self, name: str, *, at_least: int) -> None:
-        value = getattr(self, name)
-        try:
-            whole = int(value)
-        except (TypeError, ValueError, OverflowError):
-            raise InvalidInput(f"{name} must be a whole number, got {value!r}") from None
-        if isinstance(value, bool) or whole != value:
-            raise InvalidInput(f"{name} must be a whole number, got {value!r}")
-        if whole < at_least:
-            raise InvalidInput(f"{name} must be at least {at_least}, got {value}")
-        object.__setattr__(self, name, whole)
 
     def with_(self, **changes: Any) -> Strategy:
         """A copy with some fields changed."""
@@ -102,3 +85,8 @@ class Plan:
 
     prefill: Strategy
     decode: Strategy
+
+    def __post_init__(self) -> None:
+        for phase in ("prefill", "decode"):
+            if not isinstance(getattr(self, phase), Strategy):
+                raise InvalidInput(f"{phase} must be a Strategy, got {getattr(self, phase)!r}")

@@ -12,6 +12,7 @@ import numpy as np
 import yaml
 
 from moegen.errors import InvalidInput
+from moegen.graph.checks import MOST, whole
 from moegen.graph.requests import read_requests
 
 PRESETS = Path(__file__).parent.parent / "data" / "workloads.yaml"
@@ -39,12 +40,15 @@ class Workload:
 
     def __post_init__(self) -> None:
         merged: Counter[tuple[int, int]] = Counter()
+        if not isinstance(self.groups, (tuple, list)):
+            raise InvalidInput(f"groups must be a tuple of groups, got {self.groups!r}")
         for group in self.groups:
-            if len(group) != 3:
+            if not isinstance(group, (tuple, list)) or len(group) != 3:
                 raise InvalidInput(f"a group is (prompt_len, gen_len, count), got {group!r}")
-            for what, value in zip(("prompt_len", "gen_len", "n"), group, strict=True):
-                _whole(what, value)
-            prompt, gen, count = (int(v) for v in group)
+            prompt, gen, count = (
+                whole(value, what, at_least=1, at_most=MOST)
+                for what, value in zip(("prompt_len", "gen_len", "n"), group, strict=True)
+            )
             merged[prompt, gen] += count
         if not merged:
             raise InvalidInput(f"{self.name} has no rows")
@@ -97,12 +101,13 @@ class Workload:
             If the file cannot be read, holds no request, or a line of it is malformed; if a
             request has no token.
         """
+        gen_len = whole(gen_len, "gen_len", at_least=1)
         pairs: Counter[tuple[int, int]] = Counter()
         for request in read_requests(path):
             messages = request.messages
             try:
                 count = count_tokens(request.prompt if messages is None else list(messages))
-                prompt = _whole("the number of prompt tokens", count)
+                prompt = whole(count, "the number of prompt tokens", at_least=1)
             except InvalidInput as e:
                 raise InvalidInput(f"{path}, id {request.id!r}: {e}") from e
             pairs[prompt, request.max_tokens or gen_len] += 1
@@ -168,7 +173,11 @@ class Workload:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Workload:
         """The inverse of :meth:`to_dict`."""
-        return cls(tuple(tuple(g) for g in data["groups"]), name=data["name"])
+        try:
+            groups, name = tuple(tuple(g) for g in data["groups"]), data["name"]
+        except (KeyError, TypeError) as e:
+            raise InvalidInput(f'a workload as a dict needs "name" and "groups": {e!r}') from e
+        return cls(groups, name=name)
 
 
 def presets() -> list[str]:
@@ -178,9 +187,3 @@ def presets() -> list[str]:
 
 def _presets() -> dict[str, dict[str, Any]]:
     return yaml.safe_load(PRESETS.read_text(encoding="utf-8"))
-
-
-def _whole(what: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise InvalidInput(f"{what} must be a whole number of at least 1, got {value!r}")
-    return int(value)

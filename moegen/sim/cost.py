@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moegen.errors import GraphError, InvalidInput
+from moegen.graph.checks import number
 from moegen.graph.task import Lane, Task, TaskId, Work
 
 if TYPE_CHECKING:
@@ -16,17 +16,6 @@ if TYPE_CHECKING:
 
 #: What lanes share. GPU and CPU are counted in seconds of the whole device, the rest in bytes.
 RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu")
-
-
-def _checked(value: Any, what: str) -> float:
-    """``value`` as a float, if it is finite and not negative."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise InvalidInput(f"{what} must be a number, got {value!r}") from None
-    if not math.isfinite(number) or number < 0:
-        raise InvalidInput(f"{what} must be finite and not negative, got {number}")
-    return number
 
 
 @dataclass(frozen=True)
@@ -53,9 +42,9 @@ class Cost:
     demands: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", _checked(self.seconds, "a duration"))
+        object.__setattr__(self, "seconds", number(self.seconds, "a duration", at_least=0))
         for name, units in self.demands.items():
-            _checked(units, f"the demand on {name}")
+            number(units, f"the demand on {name}", at_least=0)
 
 
 class CostModel(ABC):
@@ -127,7 +116,8 @@ class Roofline(CostModel):
     A GPU op takes max(FLOPs / (peak x efficiency(tokens a kernel)), bytes / HBM rate) plus a
     launch for each kernel; a bulk copy its latency plus bytes over the link; a zero-copy kernel
     (lanes KV and ACT) a launch plus bytes at the zero-copy rate, never above the link's;
-    CPU attention the longer of reading its KV and of its arithmetic.
+    CPU attention the longer of reading its KV and of its arithmetic. Whatever touches host
+    memory, copies too, is never faster than host memory gives its bytes.
 
     Parameters
     ----------
@@ -197,6 +187,8 @@ class Roofline(CostModel):
             work.flops / flops_per_s,
             work.gpu_bytes / hw.gpu_bytes_per_s,
             work.host_bytes / host_bytes_per_s,
+            # A copy reads or writes host memory too: it is no faster than that.
+            (work.host_bytes + work.h2d_bytes + work.d2h_bytes) / hw.host_bytes_per_s,
             work.h2d_bytes / up,
             work.d2h_bytes / down,
         ]
@@ -213,12 +205,15 @@ class Fixed(CostModel):
         duplex: float | None,
         provenance: str,
     ) -> None:
-        self._durations = {k: _checked(v, f"the duration of {k}") for k, v in durations.items()}
+        self._durations = {
+            k: number(v, f"the duration of {k}", at_least=0) for k, v in durations.items()
+        }
         self._demands = dict(demands)
         self._provenance = provenance
         for name, rate in capacities.items():
-            if _checked(rate, f"the capacity of {name}") == 0:
-                raise InvalidInput(f"the capacity of {name} must be above 0")
+            number(rate, f"the capacity of {name}", above=0)
+        if duplex is not None:
+            number(duplex, "duplex", above=0)
         asked = {r for d in self._demands.values() for r in d}
         if not asked <= capacities.keys():
             missing = ", ".join(sorted(asked - capacities.keys()))

@@ -1,0 +1,65 @@
+"""Files of JSON: read with errors that name the file, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from moegen.errors import InvalidInput
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """The content of ``path``; ``what`` is what errors call it.
+
+    Raises
+    ------
+    InvalidInput
+        If the file cannot be read or is not JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InvalidInput(f"cannot read {what} {path}: {e.strerror or e}") from e
+    except json.JSONDecodeError as e:
+        raise InvalidInput(f"{path} is not JSON: line {e.lineno}: {e.msg}") from e
+    except UnicodeDecodeError as e:
+        raise InvalidInput(f"{what} is damaged: {path} is not UTF-8 text ({e.reason})") from e
+    except RecursionError as e:
+        raise InvalidInput(f"{what} is damaged: {path} is nested too deeply") from e
+    except (ValueError, TypeError) as e:  # a path that is none; digits without end
+        raise InvalidInput(f"cannot read {what} {path!r}: {e}") from e
+
+
+def write_json(path: str | Path, data: Any, what: str, **options: Any) -> None:
+    """Write ``data`` to ``path``, which holds all of it afterwards or is as it was.
+
+    Raises
+    ------
+    InvalidInput
+        If the data are not JSON, or the file cannot be written.
+    """
+    try:
+        text = json.dumps(data, allow_nan=False, **options)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise InvalidInput(f"cannot write {what}: it holds what is not JSON: {e}") from e
+    try:
+        _write(Path(path), text)
+    except OSError as e:
+        raise InvalidInput(f"cannot write {what} to {path}: {e.strerror or e}") from e
+    except (ValueError, TypeError) as e:
+        raise InvalidInput(f"cannot write {what} to {path!r}: {e}") from e
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists() and not path.is_file():  # a pipe or a device cannot be renamed over
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # where a link leads, so that the link stays
+    part = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
