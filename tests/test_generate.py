@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ from moegen.exec.kv import KVStore  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
 from moegen.graph.shape import Shape  # noqa: E402
 from moegen.graph.strategy import Plan, Strategy  # noqa: E402
-from moegen.graph.task import EdgeKind  # noqa: E402
+from moegen.graph.task import EdgeKind, Layout  # noqa: E402
 from moegen.sim.cost import CostModel  # noqa: E402
 from moegen.sim.engine import simulate  # noqa: E402
 
@@ -183,8 +184,8 @@ def test_forced_tokens_are_fed_and_scored(engine):
         ([[5], []], {}, "prompt 1 is empty"),
         ([[1] * 200], {"max_new_tokens": 400}, "more than the model's context of"),
         ([[5, 128]], {}, r"token id outside \[0, 128\)"),
-        ([[-1]], {}, "token id outside"),
-        ([[5]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ([[-1]], {}, r"prompt 0\[0\] must be a whole number of at least 0, got -1"),
+        ([[5]], {"max_new_tokens": 0}, "max_new_tokens must be .* at least 1, got 0"),
         ([[5]], {"max_new_tokens": [3, 4]}, "max_new_tokens has 2 entries for 1 prompts"),
         ([[5]], {"forced": []}, "forced has 0 entries for 1 prompts"),
         (["text"], {}, "no tokenizer"),
@@ -273,15 +274,14 @@ def test_routed_prefill_serves_waves_of_any_size(path, device):
     assert outs["routed"] == outs["all"]
 
 
-def test_a_graph_with_too_few_routed_tasks_is_refused(engine, monkeypatch):
-    def short(model, s, phase, *, lengths):
-        return build(model, s.with_(fetch="routed"), phase, lengths=lengths[:1])
-
-    g = short(engine.model, S, "decode", lengths=[3])
-    more = Shape((3,), (40,))
-    monkeypatch.setattr(type(g.layout), "rows", property(lambda _: 1))
+def test_a_graph_with_too_few_routed_tasks_is_refused(engine):
+    g = build(engine.model, S.with_(fetch="routed", omega=0.0), lengths=[3])
+    more = Shape((3,) * 8, (1,) * 8)
+    g = replace(g, layout=Layout(0, (8,)))
     with pytest.raises(GraphError, match="active experts"):
-        engine.execute(g.bind(more))
+        g.bind(more)
+    with pytest.raises(GraphError, match="active experts"):  # what the router really chose
+        engine.execute(g.with_tasks(g.tasks, more))
 
 
 def test_buffers_go_with_the_run_that_made_them(engine, monkeypatch):

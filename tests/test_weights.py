@@ -151,9 +151,22 @@ def test_progress_ends_at_the_total(tmp_path):
 
 def test_tensors_that_are_not_used_are_noted(tmp_path):
     path, _ = tiny_mixtral(tmp_path)
+    rewrite(path, tensors_of(path) | {"model.extra.weight": torch.zeros(2)})
+    (note,) = load(path).notes
+    assert "1 tensor(s)" in note and "model.extra.weight" in note
+
+
+def test_an_output_matrix_that_is_tied_and_differs_is_noted(tmp_path):
+    path, _ = tiny_mixtral(tmp_path)
     edit_config(path, tie_word_embeddings=True)
     (note,) = load(path).notes
-    assert "1 tensor(s)" in note and "lm_head.weight" in note
+    assert "lm_head.weight that differs from the embedding" in note and "tie_word" in note
+    tensors = tensors_of(path)
+    same = tensors["model.embed_tokens.weight"].clone()
+    rewrite(path, tensors | {"lm_head.weight": same})
+    assert load(path).notes == []
+    rewrite(path, tensors | {"lm_head.weight": same[:-1].clone()})
+    assert "differs" in load(path).notes[0]
 
 
 def test_files_beside_the_index_are_not_read(tmp_path):

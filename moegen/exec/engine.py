@@ -13,14 +13,22 @@ from moegen.errors import InvalidInput
 from moegen.exec.families import family_for
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.kv import KVStore
-from moegen.exec.lanes import attention_pool, pick_device
-from moegen.exec.loading import DTYPES, cores, hardware_of, load_tokenizer, torch_dtype
+from moegen.exec.lanes import attention_pool
+from moegen.exec.loading import (
+    DTYPES,
+    checked_device,
+    cores,
+    hardware_of,
+    load_tokenizer,
+    torch_dtype,
+)
 from moegen.exec.program import Machinery
 from moegen.exec.prompts import to_sequences
 from moegen.exec.runner import Delays
 from moegen.exec.synthetic import run_synthetic
 from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights, Progress
+from moegen.graph.checks import whole
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import Ledger, memory
 from moegen.graph.model import ModelSpec
@@ -31,6 +39,18 @@ from moegen.graph.workload import Workload
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
+
+
+def _check_arguments(plan: Any, threads: Any) -> None:
+    """Refuse what is wrong at once, before weights are loaded."""
+    if not isinstance(plan, (Plan, Strategy, Mapping)) and plan != "auto":
+        raise InvalidInput(
+            f'plan must be a Plan, a Strategy, a mapping of its fields or "auto", got {plan!r}'
+        )
+    if isinstance(plan, Mapping):
+        Strategy(B=1, b_a=1, b_e=1).with_(**plan)  # names and values are checked at once
+    if threads is not None:
+        whole(threads, "threads", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -93,13 +113,8 @@ class Engine:
     ) -> None:
         self.model, self.weights, self.device, self.hardware = model, weights, device, hardware
         self.tokenizer, self.eos = tokenizer, frozenset(eos_token_ids)
-        if not isinstance(plan, (Plan, Strategy, Mapping)) and plan != "auto":
-            raise InvalidInput(
-                f'plan must be a Plan, a Strategy, a mapping of its fields or "auto", got {plan!r}'
-            )
-        if isinstance(plan, Mapping):
-            Strategy(B=1, b_a=1, b_e=1).with_(**plan)  # names and values are checked at once
-        self._given = {} if plan == "auto" else plan
+        _check_arguments(plan, threads)
+        self._given = {} if isinstance(plan, str) else plan
         self.plan: Plan | None = plan if isinstance(plan, Plan) else None
         self.ledger: Ledger | None = None
         self.timelines: list[Timeline] = []
@@ -155,10 +170,11 @@ class Engine:
         ------
         InvalidInput, Infeasible, MachineError
         """
+        _check_arguments(plan, threads)
+        where = checked_device(device)
         spec = ModelSpec.from_pretrained(path)
         if dtype is not None:
             spec = spec.with_(dtype=dtype)
-        where = pick_device(device)
         family = family_for(spec, torch_dtype(spec, dtype), where)
         hardware = hardware_of(where, gpu_memory_bytes, host_memory_bytes)
         tokenizer = load_tokenizer(path)
@@ -188,8 +204,10 @@ class Engine:
         threads: int | None = None,
     ) -> Self:
         """An engine of ``model``'s widths with random weights: for measuring speed."""
+        _check_arguments(plan, threads)
+        where = checked_device(device)
+        seed = whole(seed, "seed", at_most=2**63 - 1)
         model = model.with_(dtype=dtype)
-        where = pick_device(device)
         family = family_for(model, DTYPES[dtype], where)
         weights = HostWeights.random(model, family, seed=seed, pin=where.type == "cuda")
         hardware = hardware_of(where, gpu_memory_bytes, host_memory_bytes)
@@ -230,7 +248,8 @@ class Engine:
         Raises
         ------
         InvalidInput
-            If a prompt is empty or longer than the model's context.
+            If a prompt is empty, is neither text nor token ids, or is longer than the model's
+            context; if a limit is no whole number of at least 1.
         Infeasible
             If the plan does not fit the machine.
         """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from moegen.errors import InvalidInput
+from moegen.exec.lanes import pick_device
 from moegen.graph.detect import cores as cores
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
@@ -37,10 +38,29 @@ def hardware_of(device: torch.device, gpu: int | None, host: int | None) -> Hard
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The checkpoint folder's tokenizer; None if it has none."""
+    """The checkpoint folder's tokenizer; None if it has none, InvalidInput if it is damaged."""
     folder = Path(path)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    name = next(n for n in ("tokenizer.json", "tokenizer_config.json") if (folder / n).exists())
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as e:  # as damage is found: its parsers raise what they like
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise InvalidInput(
+            f"{folder / name}: no tokenizer can be made of it ({type(e).__name__}: {reason}); "
+            f"fetch the tokenizer's files again, or remove them to work with token ids"
+        ) from e
+
+
+def checked_device(name: str | None) -> torch.device:
+    """The device called ``name``, as `pick_device` has it; InvalidInput for other kinds."""
+    try:
+        known = name is None or torch.device(name).type in ("cpu", "cuda")
+    except (RuntimeError, TypeError):
+        known = False
+    if not known:
+        raise InvalidInput(f"device must be 'cpu' or 'cuda', got {name!r}")
+    return pick_device(name)

@@ -12,6 +12,7 @@ from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
 from moegen.exec.runner import Delays, Runner
 from moegen.exec.step import Row, Step
+from moegen.graph.checks import whole
 from moegen.graph.model import ModelSpec
 from moegen.graph.sizes import Capacity
 from moegen.graph.task import TaskGraph
@@ -30,9 +31,11 @@ def run_synthetic(
     Raises
     ------
     InvalidInput
-        If the graph has no shape, is of another model or dtype, or is unrolled already, or
-        ``steps`` is below 1.
+        If the graph has no shape or no live row, is of another model or dtype, or is unrolled
+        already, or ``steps`` is no whole number of at least 1.
     """
+    if not isinstance(g, TaskGraph):
+        raise InvalidInput(f"execute takes a TaskGraph, got {g!r}")
     if g.n_steps != 1:
         raise InvalidInput(
             f"the graph is unrolled to {g.n_steps} steps: execute the graph of one step, "
@@ -42,8 +45,9 @@ def run_synthetic(
         raise InvalidInput("the graph has no shape: build it, or bind one")
     model = machinery.family.spec
     _require_same(g.model, model)
-    if steps < 1:
-        raise InvalidInput(f"cannot run {steps} steps: at least 1")
+    steps = whole(steps, "steps", at_least=1)
+    if g.shape.tokens == 0:
+        raise InvalidInput("every row of the graph's shape has ended: there is nothing to run")
     shape, layout = g.shape, g.layout
     lengths = [p + n for p, n in zip(shape.past, shape.new, strict=True)]
     pin = machinery.device.type == "cuda"

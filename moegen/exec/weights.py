@@ -27,6 +27,7 @@ Progress = Callable[[int, int], None]
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _MAX_THREADS = 16
+_TIED_ROWS = 1024
 
 
 class HostWeights:
@@ -133,7 +134,8 @@ class HostWeights:
         checkpoint = Checkpoint(path)
         store = cls(spec, family)
         todo = store._plan(checkpoint)
-        unused = checkpoint.files.keys() - todo.keys()
+        tied = {"lm_head.weight"} if spec.tie_embeddings else set()
+        unused = checkpoint.files.keys() - todo.keys() - tied
         if unused:
             store.notes.append(
                 f"{len(unused)} tensor(s) of {checkpoint.path} are not used, such as {min(unused)}"
@@ -155,6 +157,8 @@ class HostWeights:
                         done += nbytes
                         if progress is not None:
                             progress(done, total)
+        for key in tied & checkpoint.files.keys():
+            store._compare_tied(checkpoint.files[key])
         if pin:
             store.pin()
         return store
@@ -215,6 +219,20 @@ class HostWeights:
 
     def _buffers(self) -> list[Tensor]:
         return [self.head, *self.dense, *(t for t in self.experts if t is not None)]
+
+    def _compare_tied(self, file: Path) -> None:
+        """Note an output matrix that the configuration says is the embedding and is not."""
+        embed = self.head_views()["embed"]
+        with opened(file) as f:
+            other = f.get_slice("lm_head.weight")
+            same = list(other.get_shape()) == list(embed.shape)
+            if same:  # some rows say enough, and all of them would take long to read
+                same = torch.equal(other[:_TIED_ROWS].to(embed.dtype), embed[:_TIED_ROWS])
+        if not same:
+            self.notes.append(
+                f"{file} has a lm_head.weight that differs from the embedding, and the "
+                f"configuration ties the two (tie_word_embeddings): the embedding is used"
+            )
 
     def _plan(self, checkpoint: Checkpoint) -> dict[str, list[tuple[Piece, Tensor]]]:
         """Each checkpoint tensor that is needed, with the places that it fills."""

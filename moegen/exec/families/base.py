@@ -77,7 +77,7 @@ class Family(ABC):
         act = spec.hf.get("hidden_act", "silu")
         if act != "silu":
             raise InvalidInput(f"{spec.name}: hidden_act {act!r} is not supported, only 'silu'")
-        self.eps = float(spec.hf.get("rms_norm_eps") or self.rms_norm_eps)
+        self.eps = float(spec.hf.get("rms_norm_eps", self.rms_norm_eps))  # 0.0 is a choice
 
     # -- weights: what lies in the flat buffers, and where it comes from
 
