@@ -328,7 +328,7 @@ def run_job(
         )
 
     if served:  # a plan that does not fit is refused before there is a file
-        plan = engine._resolve(Workload.from_lengths(lengths, limits))
+        plan = engine.resolve(Workload.from_lengths(lengths, limits))
         if on_plan is not None and engine.ledger is not None:
             on_plan(plan, engine.ledger)
     time_s = 0.0

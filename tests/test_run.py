@@ -55,7 +55,7 @@ class FakeEngine:
         kwargs["progress"](1024, 1024)
         return cls()
 
-    def _resolve(self, work):
+    def resolve(self, work):
         self.calls.append({"work": work})
         if self.refuses is not None:
             raise self.refuses

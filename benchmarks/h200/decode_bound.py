@@ -125,7 +125,9 @@ def main() -> None:
     engine = Engine.random(model, device="cuda")
     loaded = time.perf_counter() - t
     rates = measure_rates(engine, args.B, args.context)
-    hw = mg.HardwareSpec.from_name("h200").with_(
+    hw = mg.HardwareSpec.from_name("h200")
+    hw = hw.with_(
+        gpu_flops=rates["bf16_matmul_flops"] / hw.efficiency(4096),
         h2d_bytes_per_s=rates["h2d_with_cpu_attn"],
         zero_copy_bytes_per_s=min(rates["gather_alone"], rates["h2d_with_cpu_attn"]),
         cpu_attn_bytes_per_s=rates["cpu_attn_with_h2d"],
@@ -149,14 +151,12 @@ def main() -> None:
             g = mg.build(model, s, "decode", kv_len=args.context)
             engine.execute(g, steps=2)  # compiles kernels
             tl = engine.execute(g, steps=args.steps)
-            # The first steps fill the pipeline: the period is that of the later ones.
-            ends = tl.step_end_s
-            period = float(ends[-1] - ends[2]) / (len(ends) - 3)
+            ends, period = tl.step_end_s, tl.period_s
             contended, free = (
                 bound(g, mg.CostModel.roofline(hw)),
                 bound(g, mg.CostModel.roofline(alone)),
             )
-            predicted = mg.simulate(g, mg.CostModel.roofline(alone), steps=4).period_s
+            predicted = mg.simulate(g, mg.CostModel.roofline(alone), steps=8).period_s
             frame = tl.to_frame()
             points.append(
                 {

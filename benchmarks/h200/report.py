@@ -42,22 +42,24 @@ def _decode(decode: dict[str, Any]) -> list[str]:
         "",
         f"{decode['layers']} layers of {decode['model']} at true width, random weights, "
         f"B = {decode['B']}, context {decode['context']}, expert slots for one layer, weights "
-        f"streamed every step. Period: mean over the steps after the first three, from the "
-        f"measured Timeline. Bound: `moegen.bound_s` at the rates below, measured in the same "
-        f"run with their neighbours running. Predicted: `moegen.simulate` at the rates of each "
+        f"streamed every step, so that the link is what binds. Period: `period_s` of the measured Timeline, over "
+        f"{len(decode['points'][0]['steps_s']) + 1} steps. Bound: `moegen.bound_s` at the rates below, measured in the same "
+        f"run with their neighbours running, and once more at those of each resource alone. "
+        f"Predicted: `moegen.simulate` at the rates of each "
         f"resource alone.",
         "",
-        "| ω | b_a | period | tokens/s | bound | binds | share of the bound | predicted |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ω | b_a | period | tokens/s | bound | binds | share | share, rates alone | predicted |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for p in decode["points"]:
         s = p["strategy"]
         lines.append(
             f"| {s['omega']:g} | {s['b_a']} | {_ms(p['period_s'])} | {p['tokens_per_s']:,.0f} | "
             f"{_ms(p['bound_s'])} | {p['binds']} | {p['share_of_bound']:.1%} | "
-            f"{_ms(p['predicted_period_s'])} |"
+            f"{p['share_of_bound_at_rates_alone']:.1%} | {_ms(p['predicted_period_s'])} |"
         )
-    least = min(p["share_of_bound"] for p in decode["points"])
+    shares = ("share_of_bound", "share_of_bound_at_rates_alone")
+    least = min(p[name] for p in decode["points"] for name in shares)
     return [*lines, "", f"The least share is {least:.1%}.", ""]
 
 

@@ -258,7 +258,7 @@ class Engine:
         if not rows:
             return []
         work = Workload.from_lengths([len(s.prompt) for s in rows], [s.max_new for s in rows])
-        plan = self._resolve(work)
+        plan = self.resolve(work)
 
         def finish(s: SequenceState) -> None:
             done[s.index] = self._completion(s, return_logits)
@@ -307,7 +307,16 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine {self.model.name} on {self.device}: {self.weights!r}>"
 
-    def _resolve(self, work: Workload) -> Plan:
+    def resolve(self, work: Workload) -> Plan:
+        """The plan that `generate` will follow for ``work``, checked against the machine.
+
+        Sets ``plan`` and ``ledger``.
+
+        Raises
+        ------
+        Infeasible
+            If it does not fit, or nothing does.
+        """
         model, hw, given = self.model, self.hardware, self._given
         if isinstance(given, Plan):
             plan = given

@@ -187,18 +187,18 @@ def _copy_counts(z: Sizes, t: TaskId) -> Work:
     return Work(d2h_bytes=8 * z.layer(t).n_experts) if z.all.tokens else NO_WORK
 
 
-@_op("shared_expert", Lane.GPU, "the experts every token takes")
+@_op("shared_expert", Lane.GPU, "the experts every token takes, b_e tokens at a time")
 def _shared_expert(z: Sizes, t: TaskId) -> Work:
     layer, n = z.layer(t), z.all.tokens
     io = n * (2 * z.model.hidden + 3 * layer.shared_intermediate)
-    return _matmul(z, n, layer.shared, io, z.all.rows)
+    return _matmul(z, n, layer.shared, io, z.all.rows, z.tiles(n))
 
 
-@_op("dense_mlp", Lane.GPU, "the MLP of a layer without experts, with its residual")
+@_op("dense_mlp", Lane.GPU, "the MLP of a layer without experts, b_e tokens at a time")
 def _dense_mlp(z: Sizes, t: TaskId) -> Work:
     layer, n = z.layer(t), z.all.tokens
     io = n * (3 * z.model.hidden + 3 * layer.dense_intermediate)
-    return _matmul(z, n, layer.dense_mlp, io, z.all.rows)
+    return _matmul(z, n, layer.dense_mlp, io, z.all.rows, z.tiles(n))
 
 
 @_op("copy_expert", Lane.BULK, "one expert's weights, or a group's, to their slot", host_reads=True)

@@ -74,6 +74,8 @@ def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str,
     def host_fits(B: int) -> bool:
         return memory(model, hw, least.with_(B=B, omega=1.0), work).host.fits
 
+    if "B" in fixed:
+        fixed = fixed | {"B": min(fixed["B"], work.n)}
     B = fixed.get("B") or _largest(work.n, host_fits)
     spec = model.layers[model.moe_layers[0]] if model.moe_layers else model.layers[0]
     fetch = "routed" if B * spec.top_k <= spec.n_experts // 2 else "all"

@@ -23,7 +23,7 @@ class Strategy:
     b_a : int
         Attention micro-batch on the GPU, in sequences.
     b_e : int
-        Expert micro-batch, in tokens: the tile of the loop inside one expert.
+        Expert micro-batch, in tokens: the tile of the loop inside an expert, or any other MLP.
     s_expert : int
         Bytes of GPU memory for prefetched experts; at least one slot is always there.
     s_params : int
