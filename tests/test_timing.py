@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from delays import Held, RandomDelays  # noqa: E402
 from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
-from moegen.errors import DeadlockError  # noqa: E402
+from moegen.errors import DeadlockError, GraphError, InvalidInput  # noqa: E402
 from moegen.exec import generate, program, runner  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
@@ -289,7 +289,7 @@ def test_every_class_of_input_between_lanes_is_listed(tmp_path):
 
 
 # What becomes of an index, a count or a size that nobody wrote, and of a step that nobody bound.
-FAILURES = (IndexError, KeyError, RuntimeError, DeadlockError)
+FAILURES = (IndexError, KeyError, RuntimeError, DeadlockError, GraphError, InvalidInput)
 
 
 # On CPU lanes alone: there an index read from an unwritten table raises, on CUDA it would end
