@@ -42,11 +42,11 @@ def _decode(decode: dict[str, Any]) -> list[str]:
         "",
         f"{decode['layers']} layers of {decode['model']} at true width, random weights, "
         f"B = {decode['B']}, context {decode['context']}, expert slots for one layer, weights "
-        f"streamed every step, so that the link is what binds. Period: `period_s` of the measured Timeline, over "
-        f"{len(decode['points'][0]['steps_s']) + 1} steps. Bound: `moegen.bound_s` at the rates below, measured in the same "
-        f"run with their neighbours running, and once more at those of each resource alone. "
-        f"Predicted: `moegen.simulate` at the rates of each "
-        f"resource alone.",
+        f"streamed every step, so that the link is what binds. Period: `period_s` of the "
+        f"measured Timeline, over {len(decode['points'][0]['steps_s']) + 1} steps. Bound: "
+        f"`moegen.bound_s` at the rates below, measured in the same run with their neighbours "
+        f"running, and once more at those of each resource alone. Predicted: `moegen.simulate` "
+        f"at the rates of each resource alone.",
         "",
         "| ω | b_a | period | tokens/s | bound | binds | share | share, rates alone | predicted |",
         "|---|---|---|---|---|---|---|---|---|",
