@@ -128,6 +128,7 @@ class Output:
         self._order = [request.id for request in requests]
         self._rows: dict[str | int, Row] = {}
         self._file: IO[str] | None = None
+        self._done = False
         if self.path.exists():
             raise InvalidInput(
                 f"{self.path} exists already: choose another --output, or remove it first"
@@ -149,19 +150,28 @@ class Output:
     @property
     def kept(self) -> str:
         """Where the answers of a job that fails now are to be found: a sentence, or nothing."""
+        if self._done:
+            return f" All answers are in {self.path}."
         answered = any("error" not in row for row in self._rows.values())
         return f" Rows finished so far are in {self.partial}." if answered else ""
 
+    @property
+    def _earlier(self) -> Path:
+        return self.partial.with_name(self.partial.name + ".old")
+
     def start(self) -> None:
-        """Begin the partial file."""
+        """Begin the partial file; an earlier try's is kept until this one has answers."""
         with self._writing():
+            if self.partial.exists():
+                os.replace(self.partial, self._earlier)
             self._file = self.partial.open("w", encoding="utf-8")
         self._write(self._header)
 
     def add(self, row: Row) -> None:
         """Write one finished row through to the file."""
-        self._rows[row["id"]] = row
-        self._write(row)
+        if row["id"] not in self._rows:
+            self._write(row)
+            self._rows[row["id"]] = row
 
     def finish(self) -> None:
         """Put the rows in the order of the requests, under the final name."""
@@ -169,12 +179,18 @@ class Output:
         ordered = self.path.with_name(self.path.name + ".ordered")
         with self._writing():
             self._file.close()
-            with ordered.open("w", encoding="utf-8") as file:
-                file.writelines(_line(self._rows[id]) for id in self._order)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(ordered, self.path)
+            try:
+                with ordered.open("w", encoding="utf-8") as file:
+                    file.writelines(_line(self._rows[id]) for id in self._order)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(ordered, self.path)
+            except BaseException:
+                ordered.unlink(missing_ok=True)
+                raise
+            self._done = True
             self.partial.unlink()
+            self._earlier.unlink(missing_ok=True)
 
     def abandon(self) -> None:
         """Close the partial file after a failure; remove it if no request was answered."""
@@ -182,8 +198,12 @@ class Output:
             return
         with suppress(OSError):  # what went wrong before is the news
             self._file.close()
-        if not self.kept:
-            with suppress(OSError):
+        with suppress(OSError):
+            if self.kept:
+                self._earlier.unlink(missing_ok=True)
+            elif self._earlier.exists():
+                os.replace(self._earlier, self.partial)
+            else:
                 self.partial.unlink(missing_ok=True)
 
     def _write(self, row: Row) -> None:
@@ -308,6 +328,7 @@ def run_job(
         try:
             ids = encode(engine.tokenizer, request)
             _require_room(len(ids), limit, engine.model.max_context)
+            _require_known(ids, engine.model.vocab)
         except Unservable as error:
             refused.append({"id": request.id, "error": str(error)})
             continue
@@ -348,6 +369,15 @@ def run_job(
         output.abandon()
         raise
     return Summary(len(requests), len(served), n_errors, prompt_tokens, completion_tokens, time_s)
+
+
+def _require_known(ids: Sequence[int], vocab: int) -> None:
+    unknown = [i for i in ids if i >= vocab]
+    if unknown:
+        raise Unservable(
+            f"the tokenizer gives token {unknown[0]}, and the model knows {vocab}: it was made "
+            f"for another model"
+        )
 
 
 def _require_room(prompt_tokens: int, limit: int, context: int) -> None:

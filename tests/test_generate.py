@@ -316,3 +316,17 @@ def test_threads_of_attention_leave_torch_as_it_was(tmp_path):
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_interrupted_callback_loses_no_finished_row(engine):
+    # All rows end in one step; the second callback is interrupted, and comes again.
+    told = []
+
+    def finish(index, completion):
+        told.append(index)
+        if len(told) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, 3, ignore_eos=True, on_finish=finish)
+    assert told == [0, 1, 1, 2, 3]

@@ -14,7 +14,7 @@ from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import read_requests
 
-CONTEXT = 1000
+CONTEXT, VOCAB = 1000, 10**6
 
 
 class FakeTokenizer:
@@ -39,7 +39,7 @@ class FakeEngine:
 
     calls: list[dict] = []
     tokenizer: FakeTokenizer | None = FakeTokenizer()
-    model = SimpleNamespace(max_context=CONTEXT, dtype="bfloat16")
+    model = SimpleNamespace(max_context=CONTEXT, vocab=VOCAB, dtype="bfloat16")
     device = SimpleNamespace(type="cpu")
     hardware = SimpleNamespace(gpu_name="none")
     ledger: mg.Ledger | None = None
@@ -363,6 +363,19 @@ def test_a_refused_plan_leaves_the_answers_of_a_job_cut_short(job, engine, monke
     before = job.partial.read_text()
     monkeypatch.setattr(engine, "refuses", mg.Infeasible("too much"))
     assert job(lines).code == 3 and job.partial.read_text() == before
+
+
+def test_a_second_try_that_answers_nothing_keeps_the_answers_of_the_first(job, engine, monkeypatch):
+    monkeypatch.setattr(engine, "fail", KeyboardInterrupt())
+    monkeypatch.setattr(engine, "after_rows", 1)
+    lines = [_line(1), _line(2)]
+    assert job(lines).code == 130
+    before = job.partial.read_text()
+    monkeypatch.setattr(engine, "after_rows", 0)
+    assert job(lines).code == 130 and job.partial.read_text() == before
+    monkeypatch.setattr(engine, "fail", None)
+    assert job(lines).code == 0
+    assert sorted(f.name for f in job.partial.parent.glob("out.jsonl*")) == ["out.jsonl"]
 
 
 @pytest.mark.parametrize("said", ["", "Unable to allocate 9.00 TiB"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 import time
 
@@ -17,7 +18,7 @@ from handmade import random_graph  # noqa: E402
 from tiny import tiny_mixtral  # noqa: E402
 
 from moegen.errors import DeadlockError  # noqa: E402
-from moegen.exec import generate, runner  # noqa: E402
+from moegen.exec import generate, lanes, runner  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.kernels import KERNELS  # noqa: E402
 from moegen.exec.lanes import Clock, CpuStream, UnrecordedEvent  # noqa: E402
@@ -115,13 +116,13 @@ def test_a_long_step_is_no_deadlock(engine, monkeypatch):
 def test_a_second_interrupt_leaves_no_lane_behind(engine, monkeypatch):
     before = threading.enumerate()
     joined = []
-    join = threading.Thread.join
+    wait = lanes.Worker.wait
 
-    def interrupted(self, timeout=None):
+    def interrupted(self):
         if self.name.startswith("issue") and len(joined) < 2:
             joined.append(self.name)
             raise KeyboardInterrupt
-        join(self, timeout)
+        wait(self)
 
     def fail(report):
         if report.phase == "decode":
@@ -134,7 +135,7 @@ def test_a_second_interrupt_leaves_no_lane_behind(engine, monkeypatch):
         def run_s(self, task, index):
             return 0.0
 
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    monkeypatch.setattr(lanes.Worker, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, 6, ignore_eos=True, on_step=fail, delays=Late())
     assert len(joined) == 2 and threading.enumerate() == before
@@ -280,3 +281,28 @@ def test_every_edge_is_kept_in_every_step(seed):
         for tasks in graph.lanes.values():
             order = [kernels.notes[t.id, index][0] for t in tasks]
             assert order == sorted(order)
+
+
+@pytest.mark.cpu
+def test_a_worker_can_be_waited_for_again_after_an_interrupt():
+    """A real signal: before Python 3.13 it makes join() take a live thread for an ended one."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals reach the main thread alone")
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        ended = []
+        worker = lanes.Worker("slow", lambda: (time.sleep(1.0), ended.append(True)))
+        worker.start()
+        main = threading.main_thread().ident
+        threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            worker.wait()
+        assert not ended
+        worker.wait()
+        assert ended and not worker.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -7,8 +7,8 @@ is in host memory.
 
 from __future__ import annotations
 
-import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -126,7 +126,7 @@ class Generation:
         self.timelines: list[Timeline] = []
         self.sampled = 0
         self._began = time.perf_counter()
-        self._news: queue.SimpleQueue[tuple[list[SequenceState], StepReport]] = queue.SimpleQueue()
+        self._news: deque[tuple[deque[SequenceState], StepReport]] = deque()
 
     def run(self, batch: Sequence[SequenceState], store: KVStore) -> None:
         """Prefill and decode ``batch``, whose KV goes into ``store``."""
@@ -225,14 +225,17 @@ class Generation:
         self.sampled += len(tokens)
         elapsed = time.perf_counter() - self._began
         report = StepReport(program.phase, len(tokens), self.sampled, elapsed)
-        self._news.put(([s for s in live if s.finish is not None], report))
+        self._news.append((deque(s for s in live if s.finish is not None), report))
 
     def _report(self) -> None:
         """Tell what has happened, on the caller's thread: a lane would be held up by it."""
-        while not self._news.empty():
-            ended, report = self._news.get()
-            if self.on_finish is not None:
-                for s in ended:
-                    self.on_finish(s)
+        while self._news:
+            ended, report = self._news[0]
+            # Taken out once it has been told: an interrupt on the way loses nobody's answer.
+            while ended:
+                if self.on_finish is not None:
+                    self.on_finish(ended[0])
+                ended.popleft()
+            self._news.popleft()
             if self.on_step is not None:
                 self.on_step(report)

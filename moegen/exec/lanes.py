@@ -50,7 +50,8 @@ class Stream(Protocol):
     def delay(self, seconds: float) -> None: ...
     def pulse(self) -> int:
         """A number that another call finds changed if the lane has been at work meanwhile, or
-        still is; waiting for another lane is no work."""
+        still is. A thread that waits for another lane is not at work; a CUDA stream cannot
+        tell, but only waits for what has been issued."""
         ...
 
     def synchronize(self) -> None: ...
@@ -109,6 +110,28 @@ class CpuEvent:
         return self._time_s
 
 
+class Worker(threading.Thread):
+    """A thread that can be waited for again after an interrupt.
+
+    Before Python 3.13 a KeyboardInterrupt inside ``join`` makes a live thread look ended.
+    """
+
+    def __init__(self, name: str, target: Callable[..., None], *args: object) -> None:
+        super().__init__(name=name, target=target, args=args, daemon=True)
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            self._ended.set()
+
+    def wait(self) -> None:
+        """Wait until it has ended; after an interrupt, call it again."""
+        self._ended.wait()
+        self.join()
+
+
 class CpuStream:
     """A worker thread that runs what it is given, in order.
 
@@ -131,7 +154,7 @@ class CpuStream:
         self._working = False
         self._pulse = 0
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"moegen-{name}", daemon=True)
+        self._thread = Worker(f"moegen-{name}", self._work)
         self._thread.start()
         if torch_threads is not None:
             with own_torch_threads():
@@ -182,7 +205,7 @@ class CpuStream:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join()
+        self._thread.wait()
 
 
 class CudaEvent:
@@ -296,9 +319,13 @@ def attention_pool(threads: int) -> ThreadPoolExecutor:
 
     with own_torch_threads():
         pool = ThreadPoolExecutor(threads, "moegen-attn")
-        for _ in range(threads):
-            pool.submit(begin)
-        ready.wait()
+        try:
+            for _ in range(threads):
+                pool.submit(begin)
+            ready.wait()
+        except BaseException:
+            ready.abort()  # those that wait for the others would wait for good
+            raise
     return pool
 
 

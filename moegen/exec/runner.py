@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,15 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from moegen.errors import DeadlockError
-from moegen.exec.lanes import Clock, Event, Stream, UnrecordedEvent, enter, open_streams
+from moegen.exec.lanes import (
+    Clock,
+    Event,
+    Stream,
+    UnrecordedEvent,
+    Worker,
+    enter,
+    open_streams,
+)
 from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
 
 STALL_S = 600.0
@@ -195,10 +204,8 @@ class Runner(Generic[StepT]):
             Whatever the first failing task raised.
         """
         streams = self._streams = open_streams(self.device, self.clock, self._fail)
-        threads = [threading.Thread(target=self._bind_first, name="moegen-bind")] + [
-            threading.Thread(target=self._walk, args=(lane, streams[lane]), name=f"issue-{lane}")
-            for lane in self.lanes
-        ]
+        threads = [Worker("moegen-bind", self._bind_first)]
+        threads += [Worker(f"issue-{lane}", self._walk, lane, streams[lane]) for lane in self.lanes]
         with _quick_handover():
             try:
                 for t in threads:
@@ -207,12 +214,16 @@ class Runner(Generic[StepT]):
             except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
                 self._fail(e)
             for t in threads:
-                self._leave(t.join, lambda t=t: t.ident is not None and t.is_alive())
+                if t.ident is not None:  # it was started
+                    self._leave(t.wait)
         for s in streams.values():
             self._leave(s.close)
         self._streams = {}  # they refer to this runner, and through it to the buffers
-        if self.along is not None:
-            self._leave(self.along)
+        try:
+            if self.along is not None:
+                self.along()
+        except BaseException as e:
+            self._fail(e)
         if self.error is not None:
             raise self.error
         self._resolve(self.bound.done)
@@ -221,16 +232,17 @@ class Runner(Generic[StepT]):
                 f"step {self.resolved} ended before all of its tasks had run: {self._standing()}"
             )
 
-    def _leave(self, last: Callable[[], None], needed: Callable[[], bool] | None = None) -> None:
+    def _leave(self, last: Callable[[], None]) -> None:
         """Do one of the last things, whatever happens: lanes still use memory that the caller
         is about to free. A second Ctrl-C, or a CUDA fault that shows up here, comes after."""
-        while needed is None or needed():
+        while True:
             try:
                 last()
+            except KeyboardInterrupt as e:
+                self._fail(e)
+                continue
             except BaseException as e:
                 self._fail(e)
-                if isinstance(e, KeyboardInterrupt):
-                    continue
             return
 
     # -- issuing ---------------------------------------------------------------------
@@ -321,15 +333,19 @@ class Runner(Generic[StepT]):
         return self.steps[index]
 
     def _await(self, progress: _Progress, need: int, index: int) -> None:
-        before = -1
+        before = self._moves()
         while not progress.wait_for(need, lambda: self._over(index)):
             # A long step is no deadlock: one is when nobody has moved and nobody is at work.
-            now = sum(p.done for p in (self.bound, *self.progress.values()))
-            now += sum(s.pulse() for s in self._streams.values())
+            now = self._moves()
             if now == before:
                 raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self._standing()}")
             before = now
         self._check(index)
+
+    def _moves(self) -> int:
+        """A number that has changed if anything has moved since, or is at work."""
+        issued = sum(p.done for p in (self.bound, *self.progress.values()))
+        return issued + sum(s.pulse() for s in self._streams.values())
 
     def _standing(self) -> str:
         """Where each lane stands, for a person."""
@@ -367,7 +383,10 @@ class Runner(Generic[StepT]):
         while not self._ended():
             # A step's tasks have all finished once the one after the next is bound.
             self.bound.wait_for(self.resolved + 3, self._ended)
+            known = self.resolved
             self._resolve(self.bound.done - 2)
+            if self.resolved == known:
+                time.sleep(1e-3)  # a late task is waited for; the lanes need the interpreter
             if self.along is not None:
                 self.along()
 

@@ -106,7 +106,10 @@ def _spend(
         return s
     spare = max(0, memory(model, hw, s, work).gpu.free_bytes)
     resident = s.with_(s_params=min(spare, model.weight_bytes - model.head_bytes))
-    return resident if memory(model, hw, resident, work).gpu.fits else s
+    # What is kept takes a little more as packed than its weights: take that back.
+    while resident.s_params and (over := -memory(model, hw, resident, work).gpu.free_bytes) > 0:
+        resident = resident.with_(s_params=max(0, resident.s_params - over))
+    return resident
 
 
 def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> Strategy:
@@ -130,14 +133,15 @@ def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strateg
     base = decode.with_(omega=0.0, fetch="all")
     longest = max(1, work.max_prompt_len)
     wanted = max(1, min(decode.B, PREFILL_TOKENS // longest))
-    for s_params in (decode.s_params, 0):
+    shares = ((decode.s_expert, decode.s_params), (decode.s_expert, 0), (0, 0))
+    for s_expert, s_params in shares:
         for rows in (wanted, max(1, wanted // 4), 1):
             part = max(1, min(rows, 4096 // longest))
             for tile in (decode.b_e, 256):
-                s = base.with_(B=rows, b_a=part, b_e=tile, s_params=s_params)
+                s = base.with_(B=rows, b_a=part, b_e=tile, s_expert=s_expert, s_params=s_params)
                 if memory(model, hw, s, work, phase="prefill").gpu.fits:
                     return s
-    s = base.with_(B=1, b_a=1, b_e=256, s_params=0)
+    s = base.with_(B=1, b_a=1, b_e=256, s_expert=0, s_params=0)
     memory(model, hw, s, work, phase="prefill").gpu.require()
     return s
 
