@@ -9,6 +9,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
 from moegen.graph.sound import sound_plan
+from moegen.graph.strategy import Strategy
 from moegen.graph.workload import Workload
 from moegen.units import GIB
 
@@ -55,3 +56,20 @@ def test_what_cannot_fit_is_refused():
     model = ModelSpec.from_pretrained("deepseek-v2")
     with pytest.raises(Infeasible, match="host memory"):
         sound_plan(model, HardwareSpec.from_name("c1"), WORK)
+
+
+def test_the_smallest_plan_counts_what_is_fixed_and_may_have_single_slots():
+    model = ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=2)
+    work = Workload.uniform(1, 5, 400)
+    ones = {"B": 1, "b_a": 1, "b_e": 256, "kv_slots": 1, "dense_slots": 1}
+    least = memory(model, HardwareSpec.from_name("c2"), Strategy(**ones), work).gpu.total_bytes
+    hw = HardwareSpec.from_name("c2").with_(gpu_memory_bytes=least / 0.9 + 2**20)
+    for fixed in ({}, ones):
+        decode = sound_plan(model, hw, work, fixed).decode
+        assert (decode.kv_slots, decode.dense_slots) == (1, 1)
+
+
+def test_a_refusal_says_what_is_left_free():
+    model, hw = ModelSpec.from_pretrained("mixtral-8x7b"), HardwareSpec.from_name("c2")
+    with pytest.raises(Infeasible, match="gpu memory.*10% of the memory is left free"):
+        sound_plan(model, hw.with_(gpu_memory_bytes=GIB), WORK)

@@ -48,6 +48,8 @@ def _check_arguments(plan: Any, threads: Any) -> None:
             f'plan must be a Plan, a Strategy, a mapping of its fields or "auto", got {plan!r}'
         )
     if isinstance(plan, Mapping):
+        if not all(isinstance(name, str) for name in plan):
+            raise InvalidInput(f"a plan's mapping has names of Strategy's fields, got {dict(plan)}")
         Strategy(B=1, b_a=1, b_e=1).with_(**plan)  # names and values are checked at once
     if threads is not None:
         whole(threads, "threads", at_least=1)

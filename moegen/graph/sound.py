@@ -6,7 +6,9 @@ This is the choice for someone who only wants an answer; it follows the paper's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +46,9 @@ def sound_plan(
         says what broke.
     """
     hw = _with_headroom(hw)
-    decode = _decode(model, hw, work, dict(fixed or {}))
-    return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
+    with _saying_what_is_left_free():
+        decode = _decode(model, hw, work, dict(fixed or {}))
+        return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
 
 
 def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strategy) -> Strategy:
@@ -56,7 +59,22 @@ def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: St
     Infeasible
         If not even a wave of one prompt fits the GPU.
     """
-    return _prefill(model, _with_headroom(hw), work, decode)
+    with _saying_what_is_left_free():
+        return _prefill(model, _with_headroom(hw), work, decode)
+
+
+@contextmanager
+def _saying_what_is_left_free() -> Iterator[None]:
+    try:
+        yield
+    except Infeasible as e:
+        share = GPU_SHARE if e.line == "gpu" else HOST_SHARE
+        raise Infeasible(
+            f"{e} ({1 - share:.0%} of the memory is left free for what no ledger sees)",
+            line=e.line,
+            limit_bytes=e.limit_bytes,
+            need_bytes=e.need_bytes,
+        ) from e
 
 
 def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
@@ -68,7 +86,9 @@ def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
 
 
 def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str, Any]) -> Strategy:
-    least = Strategy(B=1, b_a=1, b_e=256)
+    # What is fixed stays in the smallest plan too, but for the rows: one is the question.
+    kept = {name: value for name, value in fixed.items() if name not in ("B", "b_a")}
+    least = Strategy(B=1, b_a=1, b_e=256, kv_slots=1, dense_slots=1).with_(**kept)
     memory(model, hw, least, work).require()
 
     def host_fits(B: int) -> bool:
@@ -79,12 +99,14 @@ def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str,
     B = fixed.get("B") or _largest(work.n, host_fits)
     spec = model.layers[model.moe_layers[0]] if model.moe_layers else model.layers[0]
     fetch = "routed" if B * spec.top_k <= spec.n_experts // 2 else "all"
-    for b_a in (256, 64, 16, 4, 1):
-        for tile in (EXPERT_TILE, 1024, 256):
-            s = Strategy(B=B, b_a=min(b_a, B), b_e=tile, omega=0.5, fetch=fetch).with_(**fixed)
-            if memory(model, hw, s, work).fits:
-                s = _spend(model, hw, work, s, fixed)
-                return s if "omega" in fixed else _balance(model, hw, work, s)
+    for slots, b_a, tile in itertools.product(
+        (2, 1), (256, 64, 16, 4, 1), (EXPERT_TILE, 1024, 256)
+    ):
+        wide = {"b_a": min(b_a, B), "b_e": tile, "kv_slots": slots, "dense_slots": slots}
+        s = Strategy(B=B, omega=0.5, fetch=fetch, **wide).with_(**fixed)
+        if memory(model, hw, s, work).fits:
+            s = _spend(model, hw, work, s, fixed)
+            return s if "omega" in fixed else _balance(model, hw, work, s)
     memory(model, hw, least.with_(B=B).with_(**fixed), work).require()
     raise Infeasible(f"no micro-batch of {model.name} fits {hw.name}", line="gpu")
 
