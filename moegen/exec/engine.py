@@ -17,7 +17,6 @@ from moegen.exec.lanes import attention_pool
 from moegen.exec.loading import (
     DTYPES,
     checked_device,
-    cores,
     hardware_of,
     load_tokenizer,
     torch_dtype,
@@ -29,6 +28,7 @@ from moegen.exec.synthetic import run_synthetic
 from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights, Progress
 from moegen.graph.checks import whole
+from moegen.graph.detect import cores
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import Ledger, memory
 from moegen.graph.model import ModelSpec

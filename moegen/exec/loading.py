@@ -11,7 +11,6 @@ import torch
 
 from moegen.errors import InvalidInput
 from moegen.exec.lanes import pick_device
-from moegen.graph.detect import cores as cores
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 

@@ -224,19 +224,9 @@ class Layer:
         return self.norm.params
 
     @property
-    def router_params(self) -> int:
-        """Elements of the router."""
-        return self.router.params
-
-    @property
     def shared_params(self) -> int:
         """Elements of the shared experts and their gate."""
         return self.shared.params
-
-    @property
-    def dense_mlp_params(self) -> int:
-        """Elements of a dense layer's MLP."""
-        return self.dense_mlp.params
 
     @property
     def expert_params(self) -> int:
@@ -257,12 +247,6 @@ class Layer:
         """Bytes of everything but the routed experts, scales included: the dense blob."""
         dense = self._dense
         return dense.bytes + dense.scale_bytes + self.router_buffer_bytes
-
-    @property
-    def mlp_bytes(self) -> int:
-        """Bytes of the MLP that every token passes: the dense one, or the shared experts."""
-        part = self.shared + self.dense_mlp
-        return part.bytes + part.scale_bytes
 
     @property
     def expert_bytes(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.residency import Residency, residency, ring_slots
@@ -212,14 +213,8 @@ def max_batch_eq2(model: ModelSpec, hw: HardwareSpec, work: Workload) -> int:
     The longest rows of the workload first; 0 if the weights alone do not fit.
     """
     tokens = (int(hw.host_memory_bytes) - model.weight_bytes) // model.kv_bytes_per_token
-    low, high = 0, max(0, tokens)  # a row has at least one token
-    while low < high:
-        middle = (low + high + 1) // 2
-        if work.longest(middle) <= tokens:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    # A row has at least one token.
+    return greatest(0, max(0, tokens), lambda rows: work.longest(rows) <= tokens)
 
 
 def _lines(entries: list[tuple[str, int, str]]) -> tuple[Line, ...]:

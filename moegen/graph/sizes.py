@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from moegen.graph.bisect import greatest
 from moegen.graph.model import Layer, ModelSpec, Phase
 from moegen.graph.residency import ring_slots
 from moegen.graph.strategy import Strategy
@@ -138,14 +139,7 @@ def most_rows(work: Workload, B: int, share: float) -> int:
         slack = 1e-9 * (others + last + rest)
         return (1 - share) * others + (0.5 - share) * last <= share * rest + slack
 
-    low, high = 0, B
-    while low < high:
-        middle = (low + high + 1) // 2
-        if can_be(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return greatest(0, B, can_be)
 
 
 class Piece(NamedTuple):

@@ -7,12 +7,13 @@ This is the choice for someone who only wants an answer; it follows the paper's 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from moegen.errors import Infeasible
+from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
@@ -96,7 +97,7 @@ def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str,
 
     if "B" in fixed:
         fixed = fixed | {"B": min(fixed["B"], work.n)}
-    B = fixed.get("B") or _largest(work.n, host_fits)
+    B = fixed.get("B") or greatest(1, work.n, host_fits)
     spec = model.layers[model.moe_layers[0]] if model.moe_layers else model.layers[0]
     fetch = "routed" if B * spec.top_k <= spec.n_experts // 2 else "all"
     for slots, b_a, tile in itertools.product(
@@ -119,7 +120,8 @@ def _spend(
         return s
     layer = model.layers[model.moe_layers[0]]
     if "s_expert" not in fixed:
-        slots = _largest(
+        slots = greatest(
+            1,
             layer.n_experts,
             lambda n: memory(model, hw, s.with_(s_expert=n * layer.expert_bytes), work).gpu.fits,
         )
@@ -166,15 +168,3 @@ def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strateg
     s = base.with_(B=1, b_a=1, b_e=256, s_expert=0, s_params=0)
     memory(model, hw, s, work, phase="prefill").gpu.require()
     return s
-
-
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The greatest n in [1, most] that fits, by halving; 1 if none does."""
-    low, high = 1, max(1, most)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
