@@ -631,7 +631,7 @@ def test_advice_names_flags(capsys, flags, advice):
 def test_fields_and_flags_are_the_same():
     from dataclasses import fields
 
-    from moegen.flags import _STRATEGY_FLAGS
+    from moegen.cli.flags import _STRATEGY_FLAGS
 
     assert list(_STRATEGY_FLAGS) == [field.name for field in fields(mg.Strategy)]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -14,8 +15,35 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 import moegen as mg
+from moegen import jobs
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph import hardware
 from moegen.units import parse_bytes
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Catalogue name, folder, config.json or Hub id.")
+]
+Hw = Annotated[
+    str,
+    typer.Option(
+        "--hw",
+        metavar="NAME|FILE.yaml",
+        help=f"Machine: {', '.join(hardware.catalogue())}, or yours.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -175,6 +203,13 @@ class StrategyFlags:
         ),
     ] = "module"
 
+    def within(self, rows: int) -> StrategyFlags:
+        """The flags with no more rows in flight than there are."""
+        if self.B is None or self.B <= rows:
+            return self
+        print(f"moegen: --B {self.B} is more than there are rows: taken as {rows}", file=sys.stderr)
+        return replace(self, B=rows)
+
     def given(self) -> dict[str, Any]:
         """The fields of a Strategy that flags were given for."""
         values = asdict(self) | {
@@ -255,7 +290,6 @@ class WorkloadFlags:
 def _counter(model: str) -> Callable[[Any], int]:
     """Counts the tokens of a prompt or of messages as ``moegen run`` would send them."""
     from moegen.graph.requests import Request
-    from moegen.jobs import Unservable, encode
 
     needed = "--workload FILE is counted in tokens: MODEL must be a folder with a tokenizer"
     if not Path(model).is_dir():
@@ -276,8 +310,8 @@ def _counter(model: str) -> Callable[[Any], int]:
         else:
             request = Request(0, messages=tuple(content))
         try:
-            return len(encode(tokenizer, request))
-        except Unservable as error:
+            return len(jobs.encode(tokenizer, request))
+        except jobs.Unservable as error:
             raise InvalidInput(str(error)) from error
 
     return count
@@ -291,3 +325,25 @@ def size(flag: str, text: str | None) -> int | None:
         return parse_bytes(text)
     except InvalidInput as error:
         raise InvalidInput(f"{flag}: {error}") from error
+
+
+def machine(name: str) -> mg.HardwareSpec:
+    """The machine that ``--hw`` names."""
+    if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
+        return mg.HardwareSpec.from_yaml(name)
+    if name.lower() not in hardware.catalogue():
+        raise InvalidInput(
+            f"--hw: {name!r} is no file, and none of {', '.join(hardware.catalogue())}. For a "
+            f"machine of your own give --hw FILE.yaml: a copy of {hardware.CATALOGUE / 'c2.yaml'} "
+            "with its numbers"
+        )
+    return mg.HardwareSpec.from_name(name)
+
+
+def require_writable(flag: str, path: Path | None) -> None:
+    """Refuse the path of a flag that no file can be written to."""
+    if path is not None:
+        try:
+            jobs.require_writable(path)
+        except InvalidInput as error:
+            raise InvalidInput(f"{flag}: {error}") from error
