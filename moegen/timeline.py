@@ -304,7 +304,7 @@ class Timeline:
         """Write a trace for ui.perfetto.dev or chrome://tracing."""
         from moegen.trace import write_perfetto
 
-        write_perfetto(self, path)
+        write_perfetto(path, self)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -1,4 +1,4 @@
-"""A Timeline as a chrome trace, for ui.perfetto.dev and chrome://tracing."""
+"""Timelines as a chrome trace, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moegen.errors import GraphError
+from moegen.errors import GraphError, InvalidInput
 from moegen.graph.files import write_json
 from moegen.graph.task import EdgeKind
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
 
-_PID = 1
+# Told by the name of its process what a timeline is.
+_CLOCK = {"simulated": "predicted (simulated)", "measured": "measured"}
 
 
-def write_perfetto(timeline: Timeline, path: str | Path) -> None:
-    """Write ``timeline`` to ``path``: a thread a lane, an arrow a DATA edge between lanes.
+def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
+    """Write timelines to ``path``, one under the other: a process each, a thread a lane.
 
-    Times are whole nanoseconds after the start of the first task, so that slices which touch
-    do not overlap by rounding: two that overlap on one thread would hide each other.
+    An arrow stands for a DATA edge between lanes. Times are whole nanoseconds after the start
+    of each timeline's first task, so that slices which touch do not overlap by rounding: two
+    that overlap on one thread would hide each other.
+
+    Parameters
+    ----------
+    path : str or Path
+    *timelines : Timeline
+        From top to bottom, all beginning at 0: a predicted one and a measured one for example.
 
     Raises
     ------
@@ -28,74 +36,98 @@ def write_perfetto(timeline: Timeline, path: str | Path) -> None:
         If tasks of a lane overlap in a simulation. In a measured run the clock's noise may
         make them: there a slice begins where the one before it ended.
     InvalidInput
-        If the file cannot be written.
+        If there is no timeline, or the file cannot be written.
     """
-    trace = {
-        "traceEvents": [*_names(timeline), *_slices_and_flows(timeline)],
-        "displayTimeUnit": "ms",
-        "otherData": {"source": timeline.source, **timeline.meta},
-    }
+    if not timelines:
+        raise InvalidInput("a trace needs a timeline, and none was given")
+    events: list[dict[str, Any]] = []
+    others = []
+    first_tid = first_flow = 1
+    for pid, timeline in enumerate(timelines, start=1):
+        process = _Process(timeline, pid, first_tid)
+        slices, flows = process.slices(), process.flows(first_flow)
+        events += [*process.names(), *slices, *flows]
+        others.append({"source": timeline.source, **timeline.meta})
+        # Viewers tell threads and arrows apart by their numbers over the whole trace.
+        first_tid += len(timeline.by_lane)
+        first_flow += len(flows) // 2
+    other = others[0] if len(others) == 1 else {"timelines": others}
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
     write_json(path, trace, "the trace", default=str)
 
 
-def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    model = timeline.graph.model
-    title = f"{model.name if model is not None else 'moegen'} {timeline.graph.phase}"
-    events = [_meta("process_name", 0, name=f"{title} ({timeline.source})")]
-    for tid, lane in enumerate(timeline.by_lane, start=1):
-        events.append(_meta("thread_name", tid, name=lane.value))
-        events.append(_meta("thread_sort_index", tid, sort_index=tid))
-    return events
+class _Process:
+    """The events of one timeline."""
 
+    def __init__(self, timeline: Timeline, pid: int, first_tid: int) -> None:
+        self.timeline, self.pid, self.first_tid = timeline, pid, first_tid
+        self.spans, self.tids = _spans_ns(timeline, first_tid)
 
-def _meta(kind: str, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": _PID, "tid": tid, "args": args}
+    def names(self) -> list[dict[str, Any]]:
+        timeline = self.timeline
+        model = timeline.graph.model
+        title = f"{model.name if model is not None else 'moegen'} {timeline.graph.phase}"
+        events = [
+            self._meta("process_name", 0, name=f"{_CLOCK[timeline.source]}: {title}"),
+            self._meta("process_sort_index", 0, sort_index=self.pid),
+        ]
+        for tid, lane in enumerate(timeline.by_lane, start=self.first_tid):
+            events.append(self._meta("thread_name", tid, name=lane.value))
+            events.append(self._meta("thread_sort_index", tid, sort_index=tid))
+        return events
 
+    def _meta(self, kind: str, tid: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": self.pid, "tid": tid, "args": args}
 
-def _slices_and_flows(timeline: Timeline) -> list[dict[str, Any]]:
-    spans, tids = _spans_ns(timeline)
-    events = []
-    for i in sorted(range(len(spans)), key=lambda i: (spans[i][0], tids[i], spans[i][1])):
-        begin, end = spans[i]
-        events.append(
-            {
-                "ph": "X",
-                "name": _label(timeline, i),
-                "cat": timeline.ids[i].op,
-                "pid": _PID,
-                "tid": tids[i],
-                "ts": begin / 1000,
-                "dur": (end - begin) / 1000,
-                "args": _args(timeline, i),
+    def slices(self) -> list[dict[str, Any]]:
+        timeline, spans, tids = self.timeline, self.spans, self.tids
+        events = []
+        for i in sorted(range(len(spans)), key=lambda i: (spans[i][0], tids[i], spans[i][1])):
+            begin, end = spans[i]
+            events.append(
+                {
+                    "ph": "X",
+                    "name": _label(timeline, i),
+                    "cat": timeline.ids[i].op,
+                    "pid": self.pid,
+                    "tid": tids[i],
+                    "ts": begin / 1000,
+                    "dur": (end - begin) / 1000,
+                    "args": _args(timeline, i),
+                }
+            )
+        return events
+
+    def flows(self, number: int) -> list[dict[str, Any]]:
+        """A pair of events for each arrow; the first gets ``number``."""
+        timeline, spans, tids = self.timeline, self.spans, self.tids
+        events = []
+        for i, task_id in enumerate(timeline.ids):
+            sources = {
+                timeline.row[e.src]: e.reason.buffer
+                for e in timeline.waits_for(task_id)
+                if e.reason.kind is EdgeKind.DATA
             }
-        )
-    number = 0
-    for i, task_id in enumerate(timeline.ids):
-        sources = {
-            timeline.row[e.src]: e.reason.buffer
-            for e in timeline.waits_for(task_id)
-            if e.reason.kind is EdgeKind.DATA
-        }
-        for j, buffer in sources.items():
-            if tids[j] == tids[i]:
-                continue
-            number += 1
-            arrives = spans[i][0]
-            # An arrow leaves from inside its slice, or the viewer finds no slice to tie it to.
-            leaves = max(spans[j][0], min(spans[j][1] - 1, arrives))
-            common = {"name": buffer or "data", "cat": "DATA", "id": number, "pid": _PID}
-            events.append({"ph": "s", "tid": tids[j], "ts": leaves / 1000, **common})
-            arrives = max(arrives, leaves)
-            events.append({"ph": "f", "bp": "e", "tid": tids[i], "ts": arrives / 1000, **common})
-    return events
+            for j, buffer in sources.items():
+                if tids[j] == tids[i]:
+                    continue
+                common = {"name": buffer or "data", "cat": "DATA", "id": number, "pid": self.pid}
+                number += 1
+                # An arrow leaves from inside its slice, or the viewer finds no slice to tie it to.
+                leaves = max(spans[j][0], min(spans[j][1] - 1, spans[i][0]))
+                arrives = max(spans[i][0], leaves)
+                start = {"ph": "s", "tid": tids[j], "ts": leaves / 1000, **common}
+                finish = {"ph": "f", "bp": "e", "tid": tids[i], "ts": arrives / 1000, **common}
+                events += [start, finish]
+        return events
 
 
-def _spans_ns(timeline: Timeline) -> tuple[list[tuple[int, int]], list[int]]:
+def _spans_ns(timeline: Timeline, first_tid: int) -> tuple[list[tuple[int, int]], list[int]]:
     """Begin and end of each task in whole nanoseconds, and its thread."""
     spans = [(0, 0)] * len(timeline)
     tids = [0] * len(timeline)
     zero = float(timeline.start_s.min()) if len(timeline) else 0.0
-    for tid, members in enumerate(timeline.by_lane.values(), start=1):
+    for tid, members in enumerate(timeline.by_lane.values(), start=first_tid):
         until = 0
         for i in members:
             begin = round((timeline.start_s[i] - zero) * 1e9)

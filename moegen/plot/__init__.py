@@ -1,0 +1,6 @@
+"""Plots. Each draws where it is told to and gives back what it drew on; none calls show()."""
+
+from moegen.plot.gantt import gantt, predicted_and_measured
+from moegen.plot.style import COLOURS
+
+__all__ = ["COLOURS", "gantt", "predicted_and_measured"]

@@ -1,0 +1,318 @@
+"""Gantt charts: when each lane ran what."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from moegen.errors import InvalidInput
+from moegen.graph.task import Lane
+from moegen.plot.labels import Labels
+from moegen.plot.style import FAINT, bare, ink, op_colours, time_unit
+from moegen.timeline import Timeline
+from moegen.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What a lane is for, for those who have not read the design.
+_ABOUT = {
+    Lane.GPU: "compute",
+    Lane.CPU: "attention",
+    Lane.BULK: "weights to GPU",
+    Lane.KV: "KV to GPU and back",
+    Lane.ACT: "small transfers",
+}
+OTHERS = "(not selected)"
+# More layers than this in view are slivers: two of them are shown unless others are asked for.
+_FEW_LAYERS = 4
+
+
+def gantt(
+    timeline: Timeline,
+    ax: Axes | None = None,
+    *,
+    steps: int | Collection[int] | None = None,
+    layers: int | Collection[int] | None = None,
+) -> Axes:
+    """A Gantt chart: a row a lane (GPU, CPU, BULK, KV, ACT), a colour an op.
+
+    Under each lane's name stands what it does and how busy it is in the time shown, other
+    steps and layers included: they are drawn in a faint grey, so that a lane at work on the
+    next layer does not look idle, with the number of their layer where there is room.
+
+    Parameters
+    ----------
+    timeline : Timeline
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; a new figure by default.
+    steps, layers : int or collection of int, optional
+        Which ones to show; all by default. Tasks outside any layer have layer -1.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    InvalidInput
+        If no task is left to show.
+    """
+    import matplotlib.pyplot as plt
+
+    chart = _Chart(timeline, steps, layers)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(13, 1.6 + 0.62 * len(chart.lanes)), layout="constrained")
+    chart.draw(ax)
+    _draw_legend(ax, [chart])
+    return ax
+
+
+def predicted_and_measured(
+    predicted: Timeline,
+    measured: Timeline,
+    *,
+    steps: int | Collection[int] | None = None,
+    layers: int | Collection[int] | None = None,
+    figure: Figure | None = None,
+) -> tuple[Axes, Axes]:
+    """Two Gantt charts on one time axis: the prediction above, the measurement below.
+
+    Each begins at the first of its tasks that are shown, so bars that are as long as predicted
+    look alike, and the chart that reaches further to the right was slower.
+
+    Parameters
+    ----------
+    predicted, measured : Timeline
+        Of one graph, or of graphs with layers in common.
+    steps : int or collection of int, optional
+        Which ones to show; by default one that both have, from the middle of the run.
+    layers : int or collection of int, optional
+        By default all of a few; of many, two from the middle.
+    figure : matplotlib.figure.Figure, optional
+        Where to draw; a new one by default.
+
+    Returns
+    -------
+    tuple of matplotlib.axes.Axes
+        The upper and the lower one.
+
+    Raises
+    ------
+    InvalidInput
+        If one of them has no task to show.
+    """
+    import matplotlib.pyplot as plt
+
+    both = (predicted, measured)
+    if steps is None:
+        steps = _middle([set(t.steps) for t in both], 1, "step")
+    if layers is None:
+        of = [{i.layer for i in t.ids if i.layer >= 0} for t in both]
+        few = min(map(len, of)) <= _FEW_LAYERS
+        layers = None if few else _middle(of, 2, "layer")
+    above, below = charts = [_Chart(t, steps, layers) for t in both]
+    n_lanes = [len(chart.lanes) for chart in charts]
+    if figure is None:
+        figure = plt.figure(figsize=(13, 2.4 + 0.62 * sum(n_lanes)), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": n_lanes})
+    span_s = max(above.span_s, below.span_s)
+    for chart, ax in zip(charts, (upper, lower), strict=True):
+        chart.draw(ax, origin_s=chart.begin_s, span_s=span_s)
+    upper.set_xlabel("")
+    _draw_legend(upper, charts)
+    return upper, lower
+
+
+def _middle(of: Sequence[set[int]], n: int, what: str) -> list[int]:
+    """``n`` neighbours from the middle of what both have."""
+    common = sorted(set.intersection(*of))
+    if not common:
+        raise InvalidInput(
+            f"the timelines have no {what} in common: {sorted(of[0])} and {sorted(of[1])}"
+        )
+    first = max(0, (len(common) - n) // 2)
+    return common[first : first + n]
+
+
+class _Chart:
+    """What is to be drawn of a timeline: tasks, lanes, the time they span."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        steps: int | Collection[int] | None,
+        layers: int | Collection[int] | None,
+    ) -> None:
+        self.timeline, self.chosen = timeline, (steps, layers)
+        ids = timeline.ids
+        shown = [i for i, t in enumerate(ids) if _among(t.step, steps) and _among(t.layer, layers)]
+        if not shown:
+            raise InvalidInput(f"no task in steps {steps} and layers {layers}: nothing to plot")
+        self.keep = set(shown)
+        self.lanes = {
+            lane: members
+            for lane, members in timeline.by_lane.items()
+            if not self.keep.isdisjoint(members)
+        }
+        self.begin_s = float(timeline.start_s[shown].min())
+        self.end_s = float(timeline.end_s[shown].max())
+        self.span_s = self.end_s - self.begin_s
+        self.colours = op_colours([ids[i].op for i in shown])
+        self.many = len({(ids[i].step, ids[i].layer) for i in shown}) > 1
+
+    def draw(self, ax: Axes, *, origin_s: float = 0.0, span_s: float | None = None) -> None:
+        """Draw it, with ``origin_s`` at 0, on an axis of ``span_s``: that of its own tasks."""
+        self.origin_s = origin_s
+        span_s = self.span_s if span_s is None else span_s
+        self.scale, unit = time_unit(span_s)
+        self.labels = Labels(self.timeline, span_s, _letters(ax), self.many)
+        for y, (lane, members) in enumerate(self.lanes.items()):
+            self._draw_others(ax, y, [i for i in members if i not in self.keep])
+            self._draw_bars(ax, y, [i for i in members if i in self.keep])
+            busy = self._busy_s(members) / self.span_s if self.span_s else 0.0
+            ax.annotate(
+                f"{_ABOUT[lane]}\n{busy:.0%} busy",
+                (0, y),
+                (-8, -7),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                va="top",
+                fontsize=6.5,
+                color="#555555",
+            )
+        ax.set_yticks(range(len(self.lanes)), [lane.value for lane in self.lanes], va="bottom")
+        ax.set_ylim(len(self.lanes) - 0.45, -0.55)
+        margin = 0.005 * span_s or 0.5 * self.scale  # tasks that all take no time
+        left = self.begin_s - origin_s
+        ax.set_xlim((left - margin) / self.scale, (left + span_s + margin) / self.scale)
+        ax.set_xlabel(f"time [{unit}]")
+        ax.set_title(self._title(), loc="left", fontsize=10)
+        ax.grid(axis="x", linewidth=0.4, alpha=0.5)
+        ax.tick_params(axis="y", length=0)
+        bare(ax, "top", "right", "left")
+
+    def _draw_bars(self, ax: Axes, y: int, drawn: Sequence[int]) -> None:
+        timeline, ids = self.timeline, self.timeline.ids
+        thin = 0.004 * self.labels.span_s
+        for op, colour in self.colours.items():
+            members = [i for i in drawn if ids[i].op == op]
+            if not members:
+                continue
+            start_s, end_s = timeline.start_s[members], timeline.end_s[members]
+            bars = [(self._x(a), (b - a) / self.scale) for a, b in zip(start_s, end_s, strict=True)]
+            # A white edge parts neighbours of one op, but would swallow a narrow bar.
+            edges = [
+                "white" if b - a > thin else colour for a, b in zip(start_s, end_s, strict=True)
+            ]
+            ax.broken_barh(bars, (y - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidth=0.6)
+        for first, last, text in self.labels.of(drawn):
+            colour = self.colours[ids[first].op]
+            middle = self._x((timeline.start_s[first] + timeline.end_s[last]) / 2)
+            ax.text(
+                middle,
+                y,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink(colour),
+                clip_on=True,
+                # Over a row of bars it hides their edges, or it could not be read.
+                bbox={"facecolor": colour, "edgecolor": "none", "pad": 0.5},
+            )
+
+    def _draw_others(self, ax: Axes, y: int, others: Sequence[int]) -> None:
+        """What was not selected, in grey; its layer where the part in view has room for it."""
+        timeline, begin, end = self.timeline, self.begin_s, self.end_s
+        seen = [i for i in others if timeline.end_s[i] > begin and timeline.start_s[i] < end]
+        if not seen:
+            return
+        self.colours |= {OTHERS: FAINT}
+        spans = [
+            (max(begin, float(timeline.start_s[i])), min(end, float(timeline.end_s[i])))
+            for i in seen
+        ]
+        for left, right in _union(spans):
+            width = (right - left) / self.scale
+            ax.barh(y, width, 0.8, self._x(left), color=FAINT, zorder=0.5)
+        for first, left, right in self.labels.layers(seen, begin, end):
+            ax.text(
+                self._x((left + right) / 2),
+                y,
+                self.labels.layer(first),
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="#777777",
+            )
+
+    def _x(self, at_s: float) -> float:
+        return (at_s - self.origin_s) / self.scale
+
+    def _busy_s(self, members: Sequence[int]) -> float:
+        """Seconds of the time shown in which a lane ran something; overlaps count once."""
+        start_s = self.timeline.start_s[members].clip(self.begin_s, self.end_s)
+        end_s = self.timeline.end_s[members].clip(self.begin_s, self.end_s)
+        return sum(b - a for a, b in _union(zip(start_s.tolist(), end_s.tolist(), strict=True)))
+
+    def _title(self) -> str:
+        timeline = self.timeline
+        model = timeline.graph.model
+        name = f"{model.name} " if model is not None else ""
+        whole = format_seconds(timeline.makespan_s)
+        text = f"{name}{timeline.graph.phase}, {timeline.source}: {whole}"
+        n = len(timeline.steps)
+        if n > 1:
+            text += f" for {n} steps, {format_seconds(timeline.period_s)} a step"
+        for name, which in zip(("step", "layer"), self.chosen, strict=True):
+            if which is not None:
+                listed = [which] if isinstance(which, int) else sorted(which)
+                text += f"; {name} {', '.join(map(str, listed))}"
+        return text
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Spans of time, sorted by their begin, with those that touch made one."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in spans:
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _among(value: int, chosen: int | Collection[int] | None) -> bool:
+    if chosen is None:
+        return True
+    return value == chosen if isinstance(chosen, int) else value in chosen
+
+
+def _letters(ax: Axes) -> float:
+    """Letters of a bar's name that fit side by side across the axes."""
+    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
+    return 14 * ax.get_position().width * figure_in
+
+
+def _draw_legend(ax: Axes, charts: Sequence[_Chart]) -> None:
+    from matplotlib.patches import Patch
+
+    of_all: dict[str, str] = {}
+    for chart in charts:
+        of_all |= chart.colours
+    faint = {OTHERS: FAINT} if of_all.pop(OTHERS, None) else {}
+    colours = op_colours(of_all) | faint
+    rows = sum(len(chart.lanes) for chart in charts)
+    ax.legend(
+        handles=[Patch(color=colour, label=op) for op, colour in colours.items()],
+        loc="upper left",
+        bbox_to_anchor=(1.005, 1.02),
+        fontsize=7.5,
+        frameon=False,
+        ncols=1 if len(colours) <= 2 + 3 * rows else 2,
+        handlelength=1.2,
+        labelspacing=0.25,
+    )
