@@ -22,15 +22,13 @@ from moegen.exec.runner import Delays, Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.build import build
 from moegen.graph.sizes import Capacity
-from moegen.graph.strategy import Plan
+from moegen.graph.strategy import BARRIER_SHARE, Plan
 from moegen.graph.task import TaskGraph
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
 
 FinishReason = Literal["stop", "length"]
-# A batch is laid out anew once this share of the rows it was laid out for is left.
-BARRIER_SHARE = 0.5
 # Timelines of a long job that are kept: those of its beginning and of its end.
 KEEP_FIRST, KEEP_LAST = 2, 6
 

@@ -10,6 +10,8 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number, whole
 
 Fetch = Literal["all", "routed"]
+#: A decode batch is laid out anew once this share of the rows it was laid out for is left.
+BARRIER_SHARE = 0.5
 
 
 @dataclass(frozen=True)
