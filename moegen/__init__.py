@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from types import ModuleType
 
     from moegen import plot
+    from moegen.comparison import compare
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
     from moegen.exec.engine import Engine
     from moegen.graph.build import build
@@ -57,6 +58,7 @@ __all__ = [
     "Workload",
     "bound_s",
     "build",
+    "compare",
     "critical_path_s",
     "memory",
     "plot",
@@ -89,6 +91,7 @@ _HOME = {
     "Workload": "moegen.graph.workload",
     "bound_s": "moegen.sim.bounds",
     "build": "moegen.graph.build",
+    "compare": "moegen.comparison",
     "critical_path_s": "moegen.sim.bounds",
     "memory": "moegen.graph.memory",
     "simulate": "moegen.sim.engine",

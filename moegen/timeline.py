@@ -224,16 +224,32 @@ class Timeline:
 
         rows = []
         for lane, members in self.by_lane.items():
-            busy, until = 0.0, -np.inf
-            for i in members:
-                start = max(self.start_s[i], until)
-                if self.end_s[i] > start:
-                    busy += float(self.end_s[i] - start)
-                until = max(until, self.end_s[i])
+            busy = self.busy_s(members)
             share = busy / self.makespan_s if self.makespan_s else 0.0
             rows.append((lane.value, len(members), busy, self.makespan_s - busy, share))
         frame = pd.DataFrame(rows, columns=["lane", "tasks", "busy_s", "idle_s", "share"])
         return frame.set_index("lane")
+
+    def busy_s(self, members: Sequence[int]) -> float:
+        """Seconds in which any of a lane's tasks ran; ``members`` in the order of ``by_lane``."""
+        return sum(end - begin for begin, end in self.spans_s(members))
+
+    def spans_s(
+        self, members: Sequence[int], begin_s: float = -np.inf, end_s: float = np.inf
+    ) -> list[tuple[float, float]]:
+        """Begin and end of what tasks fill of a window together; those that touch are one.
+
+        ``members`` in the order of ``by_lane``.
+        """
+        joined: list[tuple[float, float]] = []
+        starts = self.start_s[members].clip(begin_s, end_s).tolist()
+        ends = self.end_s[members].clip(begin_s, end_s).tolist()
+        for start, end in zip(starts, ends, strict=True):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+            elif end > start:
+                joined.append((start, end))
+        return joined
 
     @cached_property
     def by_lane(self) -> dict[Lane, list[int]]:
@@ -314,7 +330,7 @@ class Timeline:
         lanes = ", ".join(f"{lane} {share:.0%}" for lane, share in self._shares())
         period = f", period {format_seconds(self.period_s)}" if n > 1 else ""
         return (
-            f"<Timeline {self.source} {self._name()}: {len(self)} tasks, {n} step(s), "
+            f"<Timeline {self.source} {self.name}: {len(self)} tasks, {n} step(s), "
             f"makespan {format_seconds(self.makespan_s)}{period}; busy {lanes}>"
         )
 
@@ -327,12 +343,14 @@ class Timeline:
         )
         n = len(self.steps)
         return (
-            f"<div><b>Timeline</b>, {self.source}, {html.escape(self._name())}: {len(self)} tasks, "
+            f"<div><b>Timeline</b>, {self.source}, {html.escape(self.name)}: {len(self)} tasks, "
             f"{n} step(s), makespan {format_seconds(self.makespan_s)}, "
             f"period {format_seconds(self.period_s)}<table>{bars}</table></div>"
         )
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
+        """Model and phase, for people."""
         model = self.graph.model
         return f"{model.name if model is not None else 'hand-made'} {self.graph.phase}"
 

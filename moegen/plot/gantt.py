@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from moegen.errors import InvalidInput
@@ -171,7 +171,8 @@ class _Chart:
         for y, (lane, members) in enumerate(self.lanes.items()):
             self._draw_others(ax, y, [i for i in members if i not in self.keep])
             self._draw_bars(ax, y, [i for i in members if i in self.keep])
-            busy = self._busy_s(members) / self.span_s if self.span_s else 0.0
+            spans = self.timeline.spans_s(members, self.begin_s, self.end_s)
+            busy = sum(b - a for a, b in spans) / self.span_s if self.span_s else 0.0
             ax.annotate(
                 f"{_ABOUT[lane]}\n{busy:.0%} busy",
                 (0, y),
@@ -231,11 +232,7 @@ class _Chart:
         if not seen:
             return
         self.colours |= {OTHERS: FAINT}
-        spans = [
-            (max(begin, float(timeline.start_s[i])), min(end, float(timeline.end_s[i])))
-            for i in seen
-        ]
-        for left, right in _union(spans):
+        for left, right in timeline.spans_s(seen, begin, end):
             width = (right - left) / self.scale
             ax.barh(y, width, 0.8, self._x(left), color=FAINT, zorder=0.5)
         for first, left, right in self.labels.layers(seen, begin, end):
@@ -252,12 +249,6 @@ class _Chart:
     def _x(self, at_s: float) -> float:
         return (at_s - self.origin_s) / self.scale
 
-    def _busy_s(self, members: Sequence[int]) -> float:
-        """Seconds of the time shown in which a lane ran something; overlaps count once."""
-        start_s = self.timeline.start_s[members].clip(self.begin_s, self.end_s)
-        end_s = self.timeline.end_s[members].clip(self.begin_s, self.end_s)
-        return sum(b - a for a, b in _union(zip(start_s.tolist(), end_s.tolist(), strict=True)))
-
     def _title(self) -> str:
         timeline = self.timeline
         model = timeline.graph.model
@@ -272,17 +263,6 @@ class _Chart:
                 listed = [which] if isinstance(which, int) else sorted(which)
                 text += f"; {name} {', '.join(map(str, listed))}"
         return text
-
-
-def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Spans of time, sorted by their begin, with those that touch made one."""
-    joined: list[tuple[float, float]] = []
-    for begin, end in spans:
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((begin, end))
-    return joined
 
 
 def _among(value: int, chosen: int | Collection[int] | None) -> bool:
