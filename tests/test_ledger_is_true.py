@@ -27,7 +27,6 @@ from moegen.exec.kv import KVStore  # noqa: E402
 from moegen.exec.layout import Layout  # noqa: E402
 from moegen.exec.program import Machinery, Program  # noqa: E402
 from moegen.exec.step import Row, Step  # noqa: E402
-from moegen.exec.transfer import transfer_for  # noqa: E402
 from moegen.graph import sizes, working  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
 from moegen.graph.hardware import HardwareSpec  # noqa: E402
@@ -180,12 +179,12 @@ def meta_program(model, graph, capacity):
         family=family,
         weights=weights,  # type: ignore[arg-type]
         device=torch.device("meta"),
-        transfer=transfer_for(torch.device("cpu")),
         head=head.view(torch.empty(head.nbytes, dtype=torch.uint8, device="meta")),
         pool=ThreadPoolExecutor(1),
         threads=1,
     )
-    return Program(graph, machinery, None, capacity, lambda _: None)  # type: ignore[arg-type]
+    store = SimpleNamespace(pinned=True)
+    return Program(graph, machinery, store, capacity, lambda _: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("b_e", [8192, 256])

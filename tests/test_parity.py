@@ -169,9 +169,7 @@ def name_of(setting):
 def test_every_step_is_that_of_transformers(engine, setting):
     loaded, ref = engine
     plan = plan_of(loaded.model, setting)
-    e = Engine(
-        loaded.model, loaded.weights, device=loaded.device, hardware=loaded.hardware, plan=plan
-    )
+    e = Engine(loaded.prepared.with_plan(plan), loaded.weights)
     try:
         done = e.generate(ref.prompts, NEW_TOKENS, ignore_eos=True, return_logits=True)
     finally:

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from moegen.errors import InvalidInput
-from moegen.exec.families import family_for
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.kv import KVStore
-from moegen.exec.lanes import attention_pool
-from moegen.exec.loading import (
-    DTYPES,
-    checked_device,
-    hardware_of,
-    load_tokenizer,
-    torch_dtype,
-)
+from moegen.exec.lanes import attention_pool, peak_gpu_memory
+from moegen.exec.prepare import Given, Prepared
 from moegen.exec.program import Machinery
 from moegen.exec.prompts import to_sequences
 from moegen.exec.runner import Delays
 from moegen.exec.synthetic import run_synthetic
-from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights, Progress
+from moegen.graph import host_memory
 from moegen.graph.checks import whole
 from moegen.graph.detect import cores
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.memory import Ledger, memory
+from moegen.graph.memory import Ledger
 from moegen.graph.model import ModelSpec
-from moegen.graph.sound import sound_plan, sound_prefill
-from moegen.graph.strategy import Plan, Strategy
+from moegen.graph.strategy import Plan
 from moegen.graph.task import TaskGraph
 from moegen.graph.workload import Workload
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
-
-
-def _check_arguments(plan: Any, threads: Any) -> None:
-    """Refuse what is wrong at once, before weights are loaded."""
-    if not isinstance(plan, (Plan, Strategy, Mapping)) and plan != "auto":
-        raise InvalidInput(
-            f'plan must be a Plan, a Strategy, a mapping of its fields or "auto", got {plan!r}'
-        )
-    if isinstance(plan, Mapping):
-        if not all(isinstance(name, str) for name in plan):
-            raise InvalidInput(f"a plan's mapping has names of Strategy's fields, got {dict(plan)}")
-        Strategy(B=1, b_a=1, b_e=1).with_(**plan)  # names and values are checked at once
-    if threads is not None:
-        whole(threads, "threads", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -89,67 +66,70 @@ class Engine:
 
     Attributes
     ----------
+    prepared : Prepared
+        What was known before the weights were loaded.
     model : ModelSpec
         With the dtype that it runs in.
+    device : torch.device
     tokenizer
         The checkpoint's, or None.
+    weights : HostWeights
     plan : Plan or None
         That of the last run, or the one given.
-    ledger : Ledger or None
-        Memory of the last run's decode phase.
+    prefill_ledger, ledger : Ledger or None
+        Memory of the last run's prefill, and of its decode phase.
     timelines : list of Timeline
         Measured, of the last call: one for each layout of the batch, last steps only.
+    notes : list of str
+        What a person should know and no error says: why memory is not pinned, for example.
     """
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        weights: HostWeights,
-        *,
-        device: torch.device,
-        hardware: HardwareSpec,
-        plan: Plan | Strategy | Mapping[str, Any] | str = "auto",
-        tokenizer: Any = None,
-        eos_token_ids: Sequence[int] = (),
-        threads: int | None = None,
-    ) -> None:
-        self.model, self.weights, self.device, self.hardware = model, weights, device, hardware
-        self.tokenizer, self.eos = tokenizer, frozenset(eos_token_ids)
-        _check_arguments(plan, threads)
-        self._given = {} if isinstance(plan, str) else plan
-        self.plan: Plan | None = plan if isinstance(plan, Plan) else None
+    def __init__(self, prepared: Prepared, weights: HostWeights) -> None:
+        self.prepared, self.weights = prepared, weights
+        self.model, self.device = prepared.model, prepared.device
+        self.tokenizer = prepared.tokenizer
+        self.plan: Plan | None = prepared.given if isinstance(prepared.given, Plan) else None
         self.ledger: Ledger | None = None
+        self.prefill_ledger: Ledger | None = None
         self.timelines: list[Timeline] = []
+        self.notes = [*prepared.notes, *weights.notes]
+        threads, on_gpu = prepared.threads, prepared.device.type == "cuda"
         if threads is None:
             # On CUDA one core is left to the threads that issue work; on CPU lanes torch's
             # own threads do the work.
-            threads = max(1, cores() - 1) if device.type == "cuda" else 1
-        family = weights.family
-        head = weights.head if device.type == "cpu" else weights.head.to(device)
+            threads = max(1, cores() - 1) if on_gpu else 1
+        head = weights.head.to(prepared.device) if on_gpu else weights.head
         self.machinery = Machinery(
-            family=family,
+            family=weights.family,
             weights=weights,
-            device=device,
-            transfer=transfer_for(device),
+            device=prepared.device,
             head=weights.head_layout.view(head),
             pool=attention_pool(threads),
             threads=threads,
         )
 
+    @property
+    def hardware(self) -> HardwareSpec:
+        """The machine: memory that this process may use, and rates, measured on first need."""
+        return self.prepared.hardware
+
     @classmethod
-    def from_pretrained(
+    def prepare(
         cls,
         path: str | Path,
-        plan: Plan | Strategy | Mapping[str, Any] | str = "auto",
+        plan: Given = "auto",
         *,
         device: str | None = None,
         dtype: str | None = None,
         gpu_memory_bytes: int | None = None,
         host_memory_bytes: int | None = None,
-        progress: Progress | None = None,
+        hardware: HardwareSpec | None = None,
         threads: int | None = None,
-    ) -> Self:
-        """Load a checkpoint folder.
+    ) -> Prepared:
+        """Look at a checkpoint folder and at the machine; load nothing yet.
+
+        ``prepare(...).resolve(work)`` says whether a workload fits, and by which plan;
+        ``.load()`` makes the Engine.
 
         Parameters
         ----------
@@ -164,7 +144,44 @@ class Engine:
         dtype : {"float32", "bfloat16", "float16"}, optional
             The checkpoint's own unless given.
         gpu_memory_bytes, host_memory_bytes : int, optional
-            Limits to plan with; what the machine has unless given.
+            What to plan with: host memory that this process may hold, itself included, and
+            memory of the GPU. What is free on the machine unless given.
+        hardware : HardwareSpec, optional
+            Its rates are planned with. Unless given they are measured, which takes some
+            seconds on the first use on a machine.
+        threads : int, optional
+            Of the CPU's attention.
+
+        Raises
+        ------
+        InvalidInput, Infeasible, MachineError
+        """
+        return Prepared.checkpoint(
+            path,
+            plan,
+            device=device,
+            dtype=dtype,
+            gpu_memory_bytes=gpu_memory_bytes,
+            host_memory_bytes=host_memory_bytes,
+            hardware=hardware,
+            threads=threads,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        plan: Given = "auto",
+        *,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load a checkpoint folder: `prepare` and then load.
+
+        Parameters
+        ----------
+        path, plan, **options
+            As for `prepare`.
         progress : callable, optional
             Called with bytes loaded and bytes in all.
 
@@ -172,48 +189,31 @@ class Engine:
         ------
         InvalidInput, Infeasible, MachineError
         """
-        _check_arguments(plan, threads)
-        where = checked_device(device)
-        spec = ModelSpec.from_pretrained(path)
-        if dtype is not None:
-            spec = spec.with_(dtype=dtype)
-        family = family_for(spec, torch_dtype(spec, dtype), where)
-        hardware = hardware_of(where, gpu_memory_bytes, host_memory_bytes)
-        tokenizer = load_tokenizer(path)
-        weights = HostWeights.load(path, spec, family, pin=where.type == "cuda", progress=progress)
-        return cls(
-            spec,
-            weights,
-            device=where,
-            hardware=hardware,
-            plan=plan,
-            tokenizer=tokenizer,
-            eos_token_ids=spec.eos_token_ids,
-            threads=threads,
-        )
+        return cls.prepare(path, plan, **options).load(progress)
 
     @classmethod
     def random(
-        cls,
-        model: ModelSpec,
-        plan: Plan | Strategy | Mapping[str, Any] | str = "auto",
-        *,
-        device: str | None = None,
-        dtype: str = "bfloat16",
-        gpu_memory_bytes: int | None = None,
-        host_memory_bytes: int | None = None,
-        seed: int = 0,
-        threads: int | None = None,
-    ) -> Self:
-        """An engine of ``model``'s widths with random weights: for measuring speed."""
-        _check_arguments(plan, threads)
-        where = checked_device(device)
+        cls, model: ModelSpec, plan: Given = "auto", *, seed: int = 0, **options: Any
+    ) -> Engine:
+        """An engine of ``model``'s widths with random weights: for measuring speed.
+
+        Parameters
+        ----------
+        seed : int
+            Of the weights.
+        plan, **options
+            As for `prepare`; ``dtype`` is bfloat16 unless given.
+
+        Raises
+        ------
+        InvalidInput, Infeasible, MachineError
+        """
         seed = whole(seed, "seed", at_most=2**63 - 1)
-        model = model.with_(dtype=dtype)
-        family = family_for(model, DTYPES[dtype], where)
-        weights = HostWeights.random(model, family, seed=seed, pin=where.type == "cuda")
-        hardware = hardware_of(where, gpu_memory_bytes, host_memory_bytes)
-        return cls(model, weights, device=where, hardware=hardware, plan=plan, threads=threads)
+        prepared = Prepared.of_model(model, plan, **options)
+        prepared.require_weights()
+        pin = prepared.device.type == "cuda"
+        weights = HostWeights.random(prepared.model, prepared.family, seed=seed, pin=pin)
+        return cls(prepared, weights)
 
     def generate(
         self,
@@ -270,7 +270,7 @@ class Engine:
         generation = Generation(
             self.machinery,
             plan,
-            frozenset() if ignore_eos else self.eos,
+            frozenset() if ignore_eos else frozenset(self.model.eos_token_ids),
             on_finish=finish,
             on_step=on_step,
             keep_logits=return_logits,
@@ -280,6 +280,8 @@ class Engine:
         most = max(sum(s.room for s in batch) for batch in batches)
         family = self.machinery.family
         store = KVStore(self.model, most, family.dtype, pin=self.device.type == "cuda")
+        if store.note is not None and store.note not in self.notes:
+            self.notes.append(store.note)
         try:
             for batch in batches:
                 generation.run(batch, store)
@@ -312,30 +314,26 @@ class Engine:
     def resolve(self, work: Workload) -> Plan:
         """The plan that `generate` will follow for ``work``, checked against the machine.
 
-        Sets ``plan`` and ``ledger``.
+        Sets ``plan``, ``prefill_ledger`` and ``ledger``.
 
         Raises
         ------
         Infeasible
             If it does not fit, or nothing does.
         """
-        model, hw, given = self.model, self.hardware, self._given
-        if isinstance(given, Plan):
-            plan = given
-        elif isinstance(given, Strategy):
-            decode = given.with_(B=min(given.B, work.n))
-            self.ledger = memory(model, hw, decode, work).require()
-            plan = Plan(prefill=sound_prefill(model, hw, work, decode), decode=decode)
-        else:
-            plan = sound_plan(model, hw, work, given)
-        B = min(plan.decode.B, work.n)
-        plan = Plan(
-            prefill=plan.prefill.with_(B=min(plan.prefill.B, B)), decode=plan.decode.with_(B=B)
-        )
-        self.ledger = memory(model, hw, plan.decode, work).require()
-        memory(model, hw, plan.prefill, work, phase="prefill").require()
-        self.plan = plan
-        return plan
+        resolved = self.prepared.resolve(work)
+        self.plan, self.ledger = resolved.plan, resolved.decode
+        self.prefill_ledger = resolved.prefill
+        return resolved.plan
+
+    def memory_peak(self) -> dict[str, int | None]:
+        """The most bytes held so far: ``host`` by this process, ``gpu`` by its allocator.
+
+        On CPU lanes ``gpu`` is None: its buffers lie in host memory.
+        """
+        on_gpu = self.device.type == "cuda"
+        gpu = peak_gpu_memory(self.device) if on_gpu else None
+        return {"host": host_memory.peak_bytes(), "gpu": gpu}
 
     def _completion(self, s: SequenceState, logits: bool) -> Completion:
         assert s.finish is not None

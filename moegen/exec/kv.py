@@ -29,12 +29,21 @@ class KVStore:
         Tokens of all rows together, prompts and what they may generate.
     dtype : torch.dtype
     pin : bool
-        Make the memory readable by CUDA kernels.
+        Make the memory readable by CUDA kernels, if the system lets us.
+
+    Attributes
+    ----------
+    layers : list of Tensor, [tokens, kv_width]
+    pinned : bool
+        Whether kernels can read and write it in place.
+    note : str or None
+        Why not, if that was asked for.
     """
 
     def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, *, pin: bool) -> None:
         self.tokens = tokens
         self.layers: list[torch.Tensor] = []
+        self.note: str | None = None
         self._pins = Pins()
         buffers = []
         for layer in spec.layers:
@@ -48,10 +57,14 @@ class KVStore:
                 list(pool.map(torch.Tensor.zero_, buffers))
             problem = self._pins.register(buffers)
             if problem is not None:
-                raise MachineError(
-                    f"the KV store of {format_bytes(self.nbytes)} cannot be pinned, and CUDA "
-                    f"kernels read it in place: {problem}; take a smaller B, or raise the limit"
+                self.note = (
+                    f"the KV store of {format_bytes(self.nbytes)} is not pinned, its copies to and "
+                    f"from the GPU will be slow: {problem}"
                 )
+
+    @property
+    def pinned(self) -> bool:
+        return self._pins.complete
 
     def allocate(self, lengths: Sequence[int]) -> list[int]:
         """First token of each of a batch's rows, one behind the other.

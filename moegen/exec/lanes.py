@@ -361,3 +361,32 @@ def pick_device(name: str | None) -> torch.device:
 def empty_host(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Host memory that ``device`` can reach: pinned for CUDA."""
     return torch.empty(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def free_gpu_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process may use: what is free, and what its allocator holds."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def peak_gpu_memory(device: torch.device) -> int:
+    """The most bytes that the allocator has taken from the GPU."""
+    return torch.cuda.max_memory_reserved(device)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until ``device`` has done everything that was issued, on any stream."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Name and UUID of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.uuid}"
+
+
+def forget_gpu_memory(device: torch.device) -> None:
+    """Give back what the allocator holds and nobody uses, and count its peak anew."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)

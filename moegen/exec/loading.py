@@ -1,9 +1,7 @@
-"""What an engine starts from: dtype, machine limits, tokenizer."""
+"""What an engine starts from: dtype, device, tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 
 from moegen.errors import InvalidInput
 from moegen.exec.lanes import pick_device
-from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -23,17 +20,6 @@ def torch_dtype(spec: ModelSpec, dtype: str | None) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidInput(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
-
-
-def hardware_of(device: torch.device, gpu: int | None, host: int | None) -> HardwareSpec:
-    """The machine at hand, within the given limits in bytes."""
-    hw = HardwareSpec.detect()
-    limits: Mapping[str, int | None] = {"gpu_memory_bytes": gpu, "host_memory_bytes": host}
-    given = {k: v for k, v in limits.items() if v is not None}
-    if device.type == "cpu" and gpu is None:
-        # CPU lanes keep their "GPU" slots in host memory.
-        hw = replace(hw, gpu_memory_bytes=hw.host_memory_bytes)
-    return hw.with_(**given) if given else hw
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -22,6 +22,8 @@ from moegen.units import format_bytes
 _HUGE = 2 * 1024 * 1024
 _PAGE = 4096
 _MADV_HUGEPAGE = 14
+# A limit on locked memory up to this is tried out rather than believed.
+_PROBE = 256 * 1024 * 1024
 
 
 def host_buffer(nbytes: int) -> Tensor:
@@ -53,6 +55,40 @@ def _advise_huge(address: int, nbytes: int) -> None:
     if sys.platform == "linux":
         madvise = ctypes.CDLL(None).madvise
         madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+
+
+def locking_problem(nbytes: int) -> str | None:
+    """Why the system would not let this process pin ``nbytes``, or None if nothing says so.
+
+    The limit on locked memory (``ulimit -l``) is raised as far as the process may. Where it stays
+    too low a small registration beyond it shows whether the driver minds: many do not.
+    """
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < nbytes and soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # some systems keep the soft limit
+            resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or soft >= nbytes or not _enforced(soft):
+        return None
+    return (
+        f"the limit on locked memory is {format_bytes(soft)}, and {format_bytes(nbytes)} are to be "
+        f"pinned, {format_bytes(nbytes - soft)} more: raise it (ulimit -l unlimited, or "
+        f"--ulimit memlock=-1 for a container)"
+    )
+
+
+def _enforced(limit: int) -> bool:
+    """Whether registering a little more than ``limit`` fails; large limits are not tried out."""
+    if limit > _PROBE:
+        return True
+    pins = Pins()
+    reason = pins.register([host_buffer(limit + _HUGE).zero_()])
+    pins.unregister()
+    return reason is not None
 
 
 class Pins:

@@ -21,7 +21,7 @@ from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
 from moegen.exec.kv import KVStore
 from moegen.exec.step import Span, Step
-from moegen.exec.transfer import Transfer
+from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights
 from moegen.graph.model import Phase
 from moegen.graph.ops import expert_range
@@ -44,7 +44,6 @@ class Machinery:
     family: Family
     weights: HostWeights
     device: torch.device
-    transfer: Transfer
     head: Mapping[str, Tensor]
     pool: ThreadPoolExecutor
     threads: int
@@ -123,7 +122,8 @@ class Program:
         self.phase: Phase = graph.phase
         self.kernels = KERNELS
         self.source, self.keep_logits = source, keep_logits
-        self.transfer, self.family = machinery.transfer, machinery.family
+        self.transfer = transfer_for(machinery.device, pinned=store.pinned)
+        self.family = machinery.family
         self.kept = residency(graph.model, graph.strategy.s_params)
         machinery.keep(graph.strategy.s_params)
         weights = machinery.weights

@@ -73,7 +73,8 @@ def run_synthetic(
         store.close()
     timeline = recorder.timeline()
     weights = machinery.weights
-    timeline.meta.update(pinned=weights.pinned, notes=list(weights.notes))
+    notes = [*weights.notes, *([store.note] if store.note else [])]
+    timeline.meta.update(pinned=weights.pinned and store.pinned, notes=notes)
     return timeline
 
 

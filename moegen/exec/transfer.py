@@ -79,6 +79,23 @@ class CudaTransfer:
         self._kernels.scatter_rows(dst, src, index)
 
 
-def transfer_for(device: torch.device) -> Transfer:
-    """The movements of ``device``."""
-    return CudaTransfer() if device.type == "cuda" else CpuTransfer()
+class StagedTransfer(CudaTransfer):
+    """For a KV store that could not be pinned: no kernel reads it, so copies stage its rows.
+
+    Each call waits for its lane's stream, for the driver reads and writes ordinary memory itself.
+    """
+
+    def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
+        rows = zip(start.tolist(), length.tolist(), to.tolist(), strict=True)
+        for first, n, at in rows:
+            dst[at : at + n].copy_(src[first : first + n])
+
+    def scatter(self, dst: Tensor, src: Tensor, index: Tensor) -> None:
+        dst.index_copy_(0, index.cpu(), src.cpu())
+
+
+def transfer_for(device: torch.device, *, pinned: bool = True) -> Transfer:
+    """The movements of ``device``, to and from a KV store that is pinned or not."""
+    if device.type != "cuda":
+        return CpuTransfer()
+    return CudaTransfer() if pinned else StagedTransfer()

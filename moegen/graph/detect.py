@@ -8,8 +8,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from moegen.errors import MachineError
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.host_memory import total_bytes
 
 # PCIe data rate of one lane by generation, after encoding, bytes per second.
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -46,7 +46,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         If the size of host memory cannot be read.
     """
     root = Path(root)
-    host, host_source = _host_memory(root)
+    host, host_source = total_bytes(root)
     cpu_name = _cpu_name(root)
     n_cores = cores()
     values: dict[str, Any] = {
@@ -160,54 +160,6 @@ def _first_visible(nvml: Any) -> Any:
         if first == str(index) or (first.startswith("GPU-") and uuid.startswith(first)):
             return handle
     return None
-
-
-def _host_memory(root: Path) -> tuple[int, str]:
-    """Bytes that this process may use: the machine's memory, or its cgroup's if smaller."""
-    total = None
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemTotal:"):
-                total = int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        total = None
-    source = "/proc/meminfo"
-    if total is None and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        total, source = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "sysconf"
-    if total is None:
-        raise MachineError(
-            "the size of host memory cannot be read on this system: "
-            "start from HardwareSpec.from_name(...).with_(host_memory_bytes=...)"
-        )
-    for path, what in _cgroup_limits(root):
-        try:
-            limit = int(path.read_text())
-        except (OSError, ValueError):
-            continue  # no such file, or "max": no limit there
-        if limit < total:
-            total, source = limit, what
-    return total, source
-
-
-def _cgroup_limits(root: Path) -> list[tuple[Path, str]]:
-    """Files that may limit this process: its cgroup and all above it, versions 2 and 1."""
-    v2, v1 = root / "sys/fs/cgroup", root / "sys/fs/cgroup/memory"
-    own: dict[str, str] = {}
-    try:
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            own[controllers] = path.strip("/")
-    except (OSError, ValueError):
-        own = {}
-    files = []
-    for base, path, leaf, version in (
-        (v2, own.get("", ""), "memory.max", 2),
-        (v1, own.get("memory", ""), "memory.limit_in_bytes", 1),
-    ):
-        parts = [p for p in path.split("/") if p and p != ".."]
-        for n in range(len(parts) + 1):
-            files.append((base.joinpath(*parts[:n], leaf), f"cgroup v{version} limit"))
-    return files
 
 
 def _cpu_name(root: Path) -> str:

@@ -9,7 +9,7 @@ nor are the copies of logits that someone asks to keep.
 from __future__ import annotations
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moegen.errors import Infeasible, InvalidInput
@@ -17,7 +17,13 @@ from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.residency import Residency, residency, ring_slots
-from moegen.graph.sizes import BufferSizes, Capacity, dense_blob_bytes, expert_blob_bytes
+from moegen.graph.sizes import (
+    BufferSizes,
+    Capacity,
+    dense_blob_bytes,
+    expert_blob_bytes,
+    packed_bytes,
+)
 from moegen.graph.strategy import Strategy
 from moegen.graph.working import routing_bytes, temporaries
 from moegen.graph.workload import Workload
@@ -32,6 +38,7 @@ _REMEDY = {
     "weights": "a smaller model or dtype, or more host memory",
     "KV store": "a smaller B",
     "weights as packed": "more host memory",
+    "this process": "more host memory",
     "queries and outputs staged": "a smaller B or omega",
     "attention on the CPU": "a smaller B or omega",
     "resident weights": "a smaller s_params",
@@ -50,7 +57,7 @@ _REMEDY = {
     "temporaries": "a smaller b_e, b_a (prefill) or B",
 }
 # Lines that no strategy changes.
-_FIXED = {"weights", "weights as packed", "embedding and output matrix"}
+_FIXED = {"weights", "weights as packed", "embedding and output matrix", "this process"}
 
 
 @dataclass(frozen=True)
@@ -130,6 +137,20 @@ class Ledger:
         self.host.require()
         self.gpu.require()
         return self
+
+    def beside(self, name: str, n_bytes: int, detail: str) -> Ledger:
+        """The same with something more in host memory, and as much more of that memory.
+
+        For what the process holds already where the capacity was what is free beside it.
+        """
+        if not n_bytes:
+            return self
+        host = replace(
+            self.host,
+            capacity_bytes=self.host.capacity_bytes + n_bytes,
+            lines=(*self.host.lines, Line(name, n_bytes, detail)),
+        )
+        return replace(self, host=host)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -234,9 +255,7 @@ class _Need:
 
     def host(self) -> list[tuple[str, int, str]]:
         m, a, rows, sizes = self.model, self.model.act_bytes, self.most.cpu_rows, self.sizes
-        packed = m.head_bytes + sum(
-            dense_blob_bytes(m, x) + x.n_experts * expert_blob_bytes(m, x) for x in m.layers
-        )
+        packed = packed_bytes(m)
         return [
             ("weights", m.weight_bytes, f"{m.n_params / 1e9:.3f} B parameters"),
             ("weights as packed", packed - m.weight_bytes, "float32 routers, alignment"),

@@ -230,6 +230,13 @@ class BufferSizes:
         }
 
 
+def packed_bytes(model: ModelSpec) -> int:
+    """Host memory of all weights as the executor packs them: float32 routers, aligned tensors."""
+    return model.head_bytes + sum(
+        dense_blob_bytes(model, x) + x.n_experts * expert_blob_bytes(model, x) for x in model.layers
+    )
+
+
 def dense_blob_bytes(model: ModelSpec, layer: Layer) -> int:
     """Bytes of a layer's dense blob as packed, at most: alignment and a float32 router added."""
     a, attention = model.act_bytes, layer.attention
