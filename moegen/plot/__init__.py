@@ -2,5 +2,6 @@
 
 from moegen.plot.gantt import gantt, predicted_and_measured
 from moegen.plot.style import COLOURS
+from moegen.plot.throughput import throughput
 
-__all__ = ["COLOURS", "gantt", "predicted_and_measured"]
+__all__ = ["COLOURS", "gantt", "predicted_and_measured", "throughput"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moegen.errors import InvalidInput
 from moegen.graph.task import Lane
 from moegen.plot.labels import Labels
-from moegen.plot.style import FAINT, bare, ink, op_colours, time_unit
+from moegen.plot.style import FAINT, bare, ink, letters, op_colours, time_unit
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
 
@@ -167,7 +167,7 @@ class _Chart:
         self.origin_s = origin_s
         span_s = self.span_s if span_s is None else span_s
         self.scale, unit = time_unit(span_s)
-        self.labels = Labels(self.timeline, span_s, _letters(ax), self.many)
+        self.labels = Labels(self.timeline, span_s, letters(ax), self.many)
         for y, (lane, members) in enumerate(self.lanes.items()):
             self._draw_others(ax, y, [i for i in members if i not in self.keep])
             self._draw_bars(ax, y, [i for i in members if i in self.keep])
@@ -269,12 +269,6 @@ def _among(value: int, chosen: int | Collection[int] | None) -> bool:
     if chosen is None:
         return True
     return value == chosen if isinstance(chosen, int) else value in chosen
-
-
-def _letters(ax: Axes) -> float:
-    """Letters of a bar's name that fit side by side across the axes."""
-    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
-    return 14 * ax.get_position().width * figure_in
 
 
 def _draw_legend(ax: Axes, charts: Sequence[_Chart]) -> None:

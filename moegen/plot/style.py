@@ -63,3 +63,9 @@ def bare(ax: Axes, *sides: str) -> None:
     for side in sides:
         ax.spines[side].set_visible(False)
     ax.set_axisbelow(True)
+
+
+def letters(ax: Axes) -> float:
+    """Small letters that fit side by side across the axes."""
+    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
+    return 14 * ax.get_position().width * figure_in
