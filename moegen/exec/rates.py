@@ -1,0 +1,417 @@
+"""Rates of this machine, measured on the lanes that a run uses.
+
+A step keeps its lanes busy side by side. Where that costs a lane something that no shared
+resource of the simulator accounts for, it is measured in company: on CPU lanes, where all
+share the cores, whatever goes on beside the products is measured beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moegen.exec import attention
+from moegen.exec.lanes import Clock, Worker, attention_pool, enter, open_streams, settle
+from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.transfer import CpuTransfer, Transfer, transfer_for
+from moegen.graph.detect import cores
+from moegen.graph.task import Lane
+
+Work = Callable[[], Any]
+# Values of fields of HardwareSpec, each with what was measured and how.
+Found = dict[str, tuple[Any, str]]
+
+ROUNDS = 3
+SPAN_S = 0.15  # what a measurement lasts, about
+LONGEST_S = 0.25  # of a single product: beyond it the curve stays flat
+# A grouped-query shape, and the absorbed latent of DeepSeek-V2.
+HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
+LATENT_HEADS, LATENT, ROPE, LATENT_CONTEXT = 128, 512, 64, 128
+
+
+class Bench:
+    """The lanes of a device, to time work on.
+
+    Use it as a context; at the end the lanes have done everything and their threads are gone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._failed: list[BaseException] = []
+        enter(device)
+        self.streams = open_streams(device, Clock(device), self._failed.append)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stream in self.streams.values():
+            stream.close()
+
+    def seconds(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        beside: tuple[Lane, Work] | None = None,
+        span_s: float = SPAN_S,
+    ) -> float:
+        """Seconds of ``work`` on a lane, from some ``span_s``; ``beside`` keeps another lane busy.
+
+        Raises
+        ------
+        Exception
+            Whatever the work raised.
+        """
+        settle(self.device)  # what the work reads was made on a stream that no lane waits for
+        with self._busy(*beside) if beside else nullcontext():
+            once = self._spans(lane, work, 2)[-1]
+            n = int(min(200, max(2, span_s / max(once, 1e-6))))
+            spans = self._spans(lane, work, n)
+        self._raise()
+        return max(1e-9, undisturbed(spans))
+
+    def _spans(self, lane: Lane, work: Work, n: int) -> list[float]:
+        stream = self.streams[lane]
+        events = [stream.record()]
+        for _ in range(n):
+            stream.submit(partial(_without_grad, work))
+            events.append(stream.record())
+        stream.synchronize()
+        self._raise()
+        times = [event.time_s() for event in events]
+        return [b - a for a, b in itertools.pairwise(times)]
+
+    def _raise(self) -> None:
+        if self._failed:
+            raise self._failed[0]
+
+    @contextmanager
+    def _busy(self, lane: Lane, work: Work) -> Iterator[None]:
+        """Keep a lane at ``work``, always with the next one queued."""
+        stream, over, begun = self.streams[lane], threading.Event(), threading.Event()
+
+        def feed() -> None:
+            try:
+                enter(self.device)
+                before = stream.record()
+                while not over.is_set():
+                    stream.submit(partial(_without_grad, work))
+                    after = stream.record()
+                    before.synchronize()
+                    before = after
+                    begun.set()
+                stream.synchronize()
+            except BaseException as e:
+                self._failed.append(e)
+            finally:
+                begun.set()
+
+        thread = Worker("moegen-beside", feed)
+        thread.start()
+        try:
+            begun.wait()
+            yield
+        finally:
+            over.set()
+            thread.wait()
+
+
+def undisturbed(spans: Sequence[float]) -> float:
+    """A time that most of ``spans`` exceed: other processes make some longer, none shorter."""
+    return sorted(spans)[len(spans) // 8]
+
+
+def _without_grad(work: Work) -> None:
+    with torch.inference_mode():
+        work()
+
+
+class Products:
+    """A gated MLP as an expert is, with several sets of weights that no cache holds together."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, hidden: int, width: int) -> None:
+        self.hidden, self.width = hidden, width
+        self.dtype, self.device = dtype, device
+        self._sets = itertools.cycle(
+            [
+                (
+                    noise((2 * width, hidden), dtype, device) * hidden**-0.5,
+                    noise((hidden, width), dtype, device) * width**-0.5,
+                )
+                for _ in range(6)
+            ]
+        )
+
+    def over(self, tokens: int) -> Work:
+        """The product over so many tokens."""
+        x = noise((tokens, self.hidden), self.dtype, self.device)
+
+        def product() -> None:
+            gate_up, down = next(self._sets)
+            gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+            F.linear(F.silu(gate).mul_(up), down)
+
+        return product
+
+    def flops(self, tokens: int) -> float:
+        return 6.0 * tokens * self.hidden * self.width
+
+
+def product_curve(bench: Bench, products: Products, tokens: Sequence[int]) -> Found:
+    """The best rate of a product, and the share of it that fewer tokens reach."""
+    rates: dict[int, float] = {}
+    for _ in range(ROUNDS):  # another process may disturb one of them from end to end
+        for n, following in itertools.pairwise((*tokens, 0)):
+            seconds = bench.seconds(Lane.GPU, products.over(n), span_s=SPAN_S / ROUNDS)
+            rates[n] = max(rates.get(n, 0.0), products.flops(n) / seconds)
+            if seconds * following / n > LONGEST_S:
+                break
+    best = max(rates.values())
+    shares = itertools.accumulate((rate / best for rate in rates.values()), max)
+    shape = f"a {products.hidden} x {products.width} MLP in {_name(products.dtype)}"
+    seen = ", ".join(str(n) for n in rates)
+    return {
+        "gpu_flops": (best, f"the best of {shape} over {seen} tokens"),
+        "gpu_efficiency": (
+            tuple(zip(rates, shares, strict=True)),
+            f"{shape} over {seen} tokens, weights not in any cache, against the best of them",
+        ),
+    }
+
+
+def cpu_attention(
+    bench: Bench,
+    dtype: torch.dtype,
+    pool: Executor | None,
+    threads: int,
+    beside: tuple[Lane, Work] | None = None,
+) -> Found:
+    """Decode attention on the CPU lane: KV bytes a second by groups, FLOP/s by latents."""
+    how = f"{threads} threads" if pool else f"torch's {torch.get_num_threads()} thread(s)"
+    if beside:
+        how += ", beside products"
+    attend, nbytes = grouped(4 if pool is None else 8 * threads, dtype, pool, threads)
+    by_bytes = nbytes / bench.seconds(Lane.CPU, attend, beside=beside)
+    del attend
+    rows, width = 4 * threads, LATENT + ROPE
+    kv = noise((rows * LATENT_CONTEXT, width), dtype)
+    q, views = noise((rows, LATENT_HEADS * width), dtype), list(kv.split(LATENT_CONTEXT))
+    latent = partial(
+        attention.decode_latent, n_heads=LATENT_HEADS, kv_lora_rank=LATENT, scale=width**-0.5
+    )
+    flops = 2.0 * LATENT_HEADS * (width + LATENT) * len(kv)
+    by_flops = flops / bench.seconds(
+        Lane.CPU,
+        lambda: attention.decode_rows_threaded(latent, q, views, pool, threads),
+        beside=beside,
+    )
+    return {
+        "cpu_attn_bytes_per_s": (
+            by_bytes,
+            f"decode attention, {HEADS} heads in {KV_HEADS} groups of {HEAD_DIM}, {_name(dtype)}, "
+            f"{how}",
+        ),
+        "cpu_attn_flops": (
+            by_flops,
+            f"absorbed latent attention, {LATENT_HEADS} heads on {LATENT} + {ROPE}, "
+            f"{_name(dtype)}, {how}",
+        ),
+    }
+
+
+def grouped(
+    rows: int, dtype: torch.dtype, pool: Executor | None = None, threads: int = 1
+) -> tuple[Work, int]:
+    """Decode attention of ``rows`` rows, each time others, and the bytes of their KV."""
+    sets = -(-32 // rows)  # no cache holds 32 rows
+    kv = noise((sets * rows * CONTEXT, 2 * KV_HEADS * HEAD_DIM), dtype)
+    decode = partial(
+        attention.decode_gqa,
+        n_heads=HEADS,
+        n_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        scale=HEAD_DIM**-0.5,
+    )
+    q = noise((rows, HEADS * HEAD_DIM), dtype)
+    batches = itertools.cycle([list(part.split(CONTEXT)) for part in kv.chunk(sets)])
+
+    def attend() -> None:
+        attention.decode_rows_threaded(decode, q, next(batches), pool, threads)
+
+    return attend, kv.nbytes // sets
+
+
+def gather(
+    transfer: Transfer, store: Tensor, dtype: torch.dtype, device: torch.device
+) -> tuple[Work, int]:
+    """A fetch of KV rows from ``store``, bytes of host memory, and the bytes it moves."""
+    width, tokens, rows = 1024, 128, 32
+    kv = store.view(dtype)[: len(store) // dtype.itemsize // width * width].view(-1, width)
+    slot = torch.empty(rows * tokens, width, dtype=dtype, device=device)
+    apart = len(kv) // rows
+    start = torch.arange(rows, device=device) * apart
+    to = torch.arange(rows, device=device) * tokens
+    length = torch.full_like(to, tokens)
+    return lambda: transfer.gather(slot, kv, start, length, to), slot.nbytes
+
+
+def host_stream(data: Tensor) -> Found:
+    """Bytes of host memory that all cores together read in a second."""
+    n = cores()
+    pieces = data.view(torch.int64).chunk(4)
+    with attention_pool(n) as pool:
+
+        def read(piece: Tensor) -> float:
+            t = time.perf_counter()
+            list(pool.map(torch.sum, piece.chunk(n)))
+            return time.perf_counter() - t
+
+        seconds = undisturbed([read(piece) for _ in range(6) for piece in pieces])
+    rate = pieces[0].nbytes / seconds
+    return {"host_bytes_per_s": (rate, f"{n} threads that sum host memory")}
+
+
+def cpu_lanes(dtype: torch.dtype) -> Found:
+    """Rates of lanes that are CPU threads."""
+    device = torch.device("cpu")
+    by = f"torch's {torch.get_num_threads()} thread(s)"
+    found: Found = {}
+    with Bench(device) as bench:
+        products = Products(dtype, device, 768, 1024)
+        found |= product_curve(bench, products, (1, 8, 32, 128, 512))
+        found["cpu_flops"] = (found["gpu_flops"][0], found["gpu_flops"][1])
+        attend, nbytes = grouped(4, dtype)
+        found["gpu_bytes_per_s"] = (
+            nbytes / bench.seconds(Lane.GPU, attend),
+            f"decode attention on the GPU lane, which reads host memory, {_name(dtype)}, {by}",
+        )
+        del attend
+        company = (Lane.GPU, products.over(64))
+        data = host_buffer(128 << 20)
+        data.zero_()
+        found |= _copies(bench, data, company, by)
+        work, nbytes = gather(CpuTransfer(), data, dtype, device)
+        found["zero_copy_bytes_per_s"] = (
+            nbytes / bench.seconds(Lane.KV, work, beside=company),
+            f"KV rows of 128 tokens copied one by one, {by}, beside products",
+        )
+        found |= host_stream(data)
+        del data, work
+        found |= cpu_attention(bench, dtype, None, 1, company)
+    return found
+
+
+def _copies(bench: Bench, data: Tensor, company: tuple[Lane, Work], by: str) -> Found:
+    block = 8 << 20
+    slots = itertools.cycle(torch.zeros(4, block, dtype=torch.uint8))
+    pieces = itertools.cycle(data.split(block))
+    up = block / bench.seconds(Lane.BULK, lambda: next(slots).copy_(next(pieces)), beside=company)
+    down = block / bench.seconds(Lane.ACT, lambda: next(pieces).copy_(next(slots)), beside=company)
+    how = f"copies of 8 MiB within host memory, {by}, beside products"
+    return {"h2d_bytes_per_s": (up, how), "d2h_bytes_per_s": (down, how)}
+
+
+def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
+    """Rates of a GPU, of its link and of the CPU beside it.
+
+    Where memory cannot be pinned, copies are measured as they then are, and kernels cannot
+    read host memory at all.
+    """
+    found: Found = {}
+    data = host_buffer(256 << 20)
+    data.zero_()  # touched before it is registered
+    pins = Pins()
+    problem = pins.register([data])
+    try:
+        with Bench(device) as bench:
+            products = Products(dtype, device, 4096, 8192)
+            found |= product_curve(bench, products, (1, 64, 256, 1024, 4096))
+            del products
+            found |= _gpu_memory(bench)
+            found |= _link(bench, data, "pinned" if problem is None else f"pageable ({problem})")
+            if problem is None:
+                work, nbytes = gather(transfer_for(device), data, dtype, device)
+                found["zero_copy_bytes_per_s"] = (
+                    nbytes / bench.seconds(Lane.KV, work),
+                    "a gather of KV rows of 128 tokens by a kernel over pinned memory",
+                )
+                del work
+            found |= host_stream(data)
+            threads = max(1, cores() - 1)
+            with attention_pool(threads) as pool:
+                found |= cpu_attention(bench, dtype, pool, threads)
+        host = Products(dtype, torch.device("cpu"), 768, 1024)
+        product = host.over(256)
+        found["cpu_flops"] = (
+            host.flops(256) / _median(product),
+            f"a 768 x 1024 MLP over 256 tokens in {_name(dtype)}, torch's "
+            f"{torch.get_num_threads()} thread(s)",
+        )
+    finally:
+        pins.unregister()
+    return found
+
+
+def _gpu_memory(bench: Bench) -> Found:
+    a = torch.zeros(512 << 20, dtype=torch.uint8, device=bench.device)
+    b = torch.zeros_like(a)
+    seconds = bench.seconds(Lane.GPU, lambda: b.copy_(a))
+    how = "copies of 512 MiB within GPU memory, reads and writes"
+    return {"gpu_bytes_per_s": (2 * a.nbytes / seconds, how)}
+
+
+def _link(bench: Bench, data: Tensor, kind: str) -> Found:
+    """Large copies through the copy engine: up, down, and both at once."""
+    up_from, down_to = data.chunk(2)
+    slot = torch.zeros(2, len(up_from), dtype=torch.uint8, device=bench.device)
+
+    def up() -> None:
+        slot[0].copy_(up_from, non_blocking=True)
+
+    def down() -> None:
+        down_to.copy_(slot[1], non_blocking=True)
+
+    nbytes = len(up_from)
+    h2d = nbytes / bench.seconds(Lane.BULK, up)
+    d2h = nbytes / bench.seconds(Lane.ACT, down)
+    both = min(
+        nbytes / bench.seconds(Lane.BULK, up, beside=(Lane.ACT, down)),
+        nbytes / bench.seconds(Lane.ACT, down, beside=(Lane.BULK, up)),
+    )
+    how = f"{kind} copies of 128 MiB"
+    return {
+        "h2d_bytes_per_s": (h2d, how),
+        "d2h_bytes_per_s": (d2h, how),
+        "duplex_bytes_per_s": (both, f"{how} in both directions at once, the slower one"),
+    }
+
+
+def _median(work: Work) -> float:
+    spans = []
+    for _ in range(4):
+        t = time.perf_counter()
+        _without_grad(work)
+        spans.append(time.perf_counter() - t)
+    return undisturbed(spans[1:])
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Random numbers that repeat: a block of a prime length, as fast as memory is written."""
+    n = torch.Size(shape).numel()
+    block = torch.randn(min(n, 1_000_003), device=device).to(dtype)
+    return block.repeat(-(-n // len(block)))[:n].view(shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
