@@ -358,10 +358,11 @@ def test_a_gpu_is_measured(cache, dtype):
     assert hw.gpu_name == detect().gpu_name
     assert hw.gpu_flops > 5e12 and hw.gpu_bytes_per_s > 1e11
     assert 2e9 < hw.zero_copy_bytes_per_s < 1e12 and 2e9 < hw.h2d_bytes_per_s < 1e12
+    assert hw.duplex_bytes_per_s is not None
     assert hw.duplex_bytes_per_s <= 1.1 * max(hw.h2d_bytes_per_s, hw.d2h_bytes_per_s)
     assert hw.efficiency(1) < 0.5 * hw.efficiency(4096)
     assert hw.cpu_attn_bytes_per_s > 1e8
     assert 1e-5 < hw.launch_s < 1e-2
     # What measuring took of the GPU is not the run's.
-    assert peak_gpu_memory(device) < 100e6
+    assert peak_gpu_memory(device) < 256e6
     assert machine_profile(device, dtype) == hw
