@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from moegen.cache import cache_folder
+
 
 def demo(
     folder: Annotated[
@@ -17,12 +19,14 @@ def demo(
     ] = None,
 ) -> None:
     """Make a small checkpoint that speaks English (1.5 GB), unless it is there already."""
-    from moegen.demo import default_folder, make_checkpoint
+    from moegen.demo import make_checkpoint
 
-    folder = default_folder() if folder is None else folder
-    print(f"The demo checkpoint goes to {folder} ...", file=sys.stderr)
-    make_checkpoint(folder)
+    folder = make_checkpoint(folder or cache_folder() / "demo-moe", say=_say)
     print(f"""Ask it something:
 echo '{{"id": "paris", "prompt": "The capital of France is"}}' > requests.jsonl
 moegen run --model {shlex.quote(str(folder))} --input requests.jsonl --output answers.jsonl \
 --max-tokens 32""")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)

