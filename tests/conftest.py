@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 # Before anything loads torch: threads that the lanes start take their count from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Machine profiles of one thread, and what tests break in them, are nobody's but the tests'.
+os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "cache-home")
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,7 @@ pytest.importorskip("transformers")
 from tiny import edit_config, rewrite, tensors_of, tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.errors import InvalidInput  # noqa: E402
+from moegen.exec.checkpoint import Checkpoint  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.layout import Layout  # noqa: E402
 from moegen.exec.pinning import Pins, host_buffer  # noqa: E402
@@ -305,11 +308,44 @@ def test_random_fills_what_is_larger_than_its_block(monkeypatch):
         assert t.dim() == 1 or len(t.unique(dim=0)) == len(t), key
 
 
-def test_host_buffers_own_whole_pages():
+def test_loading_takes_little_memory_beside_the_weights(tmp_path):
+    """A file of 100 MB, read with conversion, in a process of its own."""
+    path, _ = tiny_mixtral(tmp_path, intermediate_size=8192, num_hidden_layers=8)
+    code = f"""
+import torch
+from moegen.exec.families import family_for
+from moegen.exec.weights import HostWeights
+from moegen.graph.host_memory import held_bytes, peak_bytes
+from moegen.graph.model import ModelSpec
+
+spec = ModelSpec.from_pretrained({str(path)!r}).with_(dtype="bfloat16")
+family = family_for(spec, torch.bfloat16)
+before = held_bytes()
+weights = HostWeights.load({str(path)!r}, spec, family)
+print(weights.nbytes, peak_bytes() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    weights, grown = map(int, done.stdout.split())
+    assert weights > 180e6
+    assert weights <= grown < weights + 60e6
+
+
+def test_a_file_cut_short_while_it_is_read_is_named(tmp_path):
+    path, _ = tiny_mixtral(tmp_path)
+    checkpoint = Checkpoint(path)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    key = max(checkpoint.tensors, key=lambda k: checkpoint.tensors[k].offset)
+    with pytest.raises(InvalidInput, match=f"model.safetensors ends within tensor {key}"):
+        checkpoint.read(key, torch.empty(checkpoint.tensors[key].shape))
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_host_buffers_own_whole_pages(huge):
     for nbytes in (0, 1, 4096, 4097, 20 << 20):
-        t = host_buffer(nbytes)
+        t = host_buffer(nbytes, huge=huge)
         assert t.shape == (nbytes,) and t.dtype == torch.uint8
-        assert t.data_ptr() % (4096 if nbytes < (8 << 20) else 2 << 20) == 0
+        assert t.data_ptr() % (2 << 20 if huge and nbytes >= (8 << 20) else 4096) == 0
         storage = t.untyped_storage()
         end = storage.data_ptr() + storage.nbytes()
         assert t.data_ptr() + -(-nbytes // 4096) * 4096 <= end

@@ -48,7 +48,7 @@ class KVStore:
         buffers = []
         for layer in spec.layers:
             width = layer.attention.kv_width
-            buffers.append(host_buffer(tokens * width * dtype.itemsize))
+            buffers.append(host_buffer(tokens * width * dtype.itemsize, huge=pin))
             self.layers.append(buffers[-1].view(dtype).view(tokens, width))
         self.nbytes = sum(b.nbytes for b in buffers)
         if pin:

@@ -21,23 +21,29 @@ from moegen.units import format_bytes
 
 _HUGE = 2 * 1024 * 1024
 _PAGE = 4096
-_MADV_HUGEPAGE = 14
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 # A limit on locked memory up to this is tried out rather than believed.
 _PROBE = 256 * 1024 * 1024
 
 
-def host_buffer(nbytes: int) -> Tensor:
-    """An uninitialised uint8 buffer with pages of its own, huge ones where they are to be had.
+def host_buffer(nbytes: int, *, huge: bool = False) -> Tensor:
+    """An uninitialised uint8 buffer with pages of its own.
 
     Whole pages, because memory is registered by the page: two buffers that shared one could
     not both be registered.
+
+    Parameters
+    ----------
+    nbytes : int
+    huge : bool
+        Ask for huge pages: fewer to register. The system may take longer to find them.
 
     Raises
     ------
     MachineError
         If there is not that much memory.
     """
-    page = _HUGE if nbytes >= 4 * _HUGE else _PAGE
+    page = _HUGE if huge and nbytes >= 4 * _HUGE else _PAGE
     try:
         raw = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
     except RuntimeError as e:
@@ -46,15 +52,27 @@ def host_buffer(nbytes: int) -> Tensor:
         ) from e
     start = -raw.data_ptr() % page
     if page == _HUGE:
-        _advise_huge(raw.data_ptr() + start, raw.nbytes - page)
+        _advise(raw.data_ptr() + start, raw.nbytes - page, _MADV_HUGEPAGE)
     return raw[start : start + nbytes]
 
 
-def _advise_huge(address: int, nbytes: int) -> None:
-    # Only advice: where the kernel has no huge pages to give, it gives small ones.
+def populate(t: Tensor) -> None:
+    """Have the system map the pages of a contiguous tensor at once, before they are written.
+
+    Only advice: a fault for each page, as they are written one by one, can take longer than
+    reading what goes there.
+    """
+    start = -(-t.data_ptr() // _PAGE) * _PAGE
+    end = (t.data_ptr() + t.nbytes) // _PAGE * _PAGE
+    if end > start:
+        _advise(start, end - start, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    # Where the kernel is too old for it, or has no huge pages to give, nothing is lost.
     if sys.platform == "linux":
         madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 def locking_problem(nbytes: int) -> str | None:

@@ -154,7 +154,9 @@ class Prepared:
     @cached_property
     def hardware(self) -> HardwareSpec:
         """The machine with its rates: those given, else measured, once on each machine."""
-        known = self.rates or HardwareSpec.detect()
+        from moegen.exec.profile import machine_profile  # it runs an Engine itself
+
+        known = self.rates or machine_profile(self.device, self.family.dtype)
         memories = ("gpu_memory_bytes", "host_memory_bytes")
         source = known.source | {name: self.capacities.source.get(name, "") for name in memories}
         held = {name: getattr(self.capacities, name) for name in memories}

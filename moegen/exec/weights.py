@@ -5,27 +5,26 @@ One blob is one bulk copy to the GPU, and a GPU slot is viewed by the same layou
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from moegen.errors import InvalidInput
-from moegen.exec.checkpoint import Checkpoint, opened
+from moegen.exec.checkpoint import Checkpoint
 from moegen.exec.families.base import Family, Piece
 from moegen.exec.layout import Layout
-from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.pinning import Pins, host_buffer, populate
 from moegen.graph.detect import cores
 from moegen.graph.model import ModelSpec
 from moegen.units import format_bytes
 
 Progress = Callable[[int, int], None]
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 _MAX_THREADS = 16
 _TIED_ROWS = 1024
 
@@ -49,7 +48,7 @@ class HostWeights:
         What a person should know and no error says: tensors left out, why pinning failed.
     """
 
-    def __init__(self, spec: ModelSpec, family: Family) -> None:
+    def __init__(self, spec: ModelSpec, family: Family, *, pin: bool = False) -> None:
         self.spec, self.family = spec, family
         self.notes: list[str] = []
         made: dict[tuple[str, str], Layout] = {}
@@ -67,14 +66,16 @@ class HostWeights:
             for i, layer in enumerate(spec.layers)
         ]
         self.head_layout = Layout.of(family.head_layout(), family.dtype_of)
-        self.dense = [host_buffer(lay.nbytes) for lay in self.dense_layouts]
+        self.dense = [host_buffer(lay.nbytes, huge=pin) for lay in self.dense_layouts]
         self.experts = [
             None
             if lay is None
-            else host_buffer(layer.n_experts * lay.nbytes).view(layer.n_experts, lay.nbytes)
+            else host_buffer(layer.n_experts * lay.nbytes, huge=pin).view(
+                layer.n_experts, lay.nbytes
+            )
             for layer, lay in zip(spec.layers, self.expert_layouts, strict=True)
         ]
-        self.head = host_buffer(self.head_layout.nbytes)
+        self.head = host_buffer(self.head_layout.nbytes, huge=pin)
         self._pins = Pins()
 
     @property
@@ -132,33 +133,33 @@ class HostWeights:
             If the folder, a shard or a tensor is missing, cut short or of another shape.
         """
         checkpoint = Checkpoint(path)
-        store = cls(spec, family)
+        store = cls(spec, family, pin=pin)
         todo = store._plan(checkpoint)
         tied = {"lm_head.weight"} if spec.tie_embeddings else set()
-        unused = checkpoint.files.keys() - todo.keys() - tied
+        unused = checkpoint.tensors.keys() - {p.key for p, _ in todo} - tied
         if unused:
             store.notes.append(
                 f"{len(unused)} tensor(s) of {checkpoint.path} are not used, such as {min(unused)}"
             )
-        by_file: dict[Path, list[str]] = defaultdict(list)
-        for key in todo:
-            by_file[checkpoint.files[key]].append(key)
-        done, total = 0, sum(dst.nbytes for pieces in todo.values() for _, dst in pieces)
+
+        def read(job: tuple[Piece, Tensor]) -> int:
+            piece, target = job
+            populate(target)
+            checkpoint.read(piece.key, target, (piece.index or 0) * math.prod(piece.shape[1:]))
+            return target.nbytes
+
+        done, total = 0, sum(target.nbytes for _, target in todo)
         with ThreadPoolExecutor(threads or _threads()) as pool:
-            for file, keys in by_file.items():
-                with opened(file) as f:
-                    present = set(f.keys())
-                    for key in keys:
-                        if key not in present:
-                            raise InvalidInput(
-                                f"{file} has no tensor {key}, though the index says so"
-                            )
-                    for nbytes in pool.map(lambda key, f=f: _copy(f, key, todo[key]), keys):
-                        done += nbytes
-                        if progress is not None:
-                            progress(done, total)
-        for key in tied & checkpoint.files.keys():
-            store._compare_tied(checkpoint.files[key])
+            try:
+                for nbytes in pool.map(read, todo):
+                    done += nbytes
+                    if progress is not None:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # the rest is of no use
+                raise
+        for key in tied & checkpoint.tensors.keys():
+            store._compare_tied(checkpoint, key)
         if pin:
             store.pin()
         return store
@@ -171,7 +172,7 @@ class HostWeights:
         activations keep their scale. They repeat one random block from different places,
         which fills memory as fast as it can be written.
         """
-        store = cls(spec, family)
+        store = cls(spec, family, pin=pin)
         generator = torch.Generator().manual_seed(seed)
         # Of a prime length: the rows of a matrix do not line up with it, so none are equal.
         block = torch.randn(_BLOCK, generator=generator)
@@ -220,41 +221,53 @@ class HostWeights:
     def _buffers(self) -> list[Tensor]:
         return [self.head, *self.dense, *(t for t in self.experts if t is not None)]
 
-    def _compare_tied(self, file: Path) -> None:
+    def _compare_tied(self, checkpoint: Checkpoint, key: str) -> None:
         """Note an output matrix that the configuration says is the embedding and is not."""
-        embed = self.head_views()["embed"]
-        with opened(file) as f:
-            other = f.get_slice("lm_head.weight")
-            same = list(other.get_shape()) == list(embed.shape)
-            if same:  # some rows say enough, and all of them would take long to read
-                same = torch.equal(other[:_TIED_ROWS].to(embed.dtype), embed[:_TIED_ROWS])
+        embed, stored = self.head_views()["embed"], checkpoint.tensors[key]
+        same = stored.shape == tuple(embed.shape)
+        if same:  # some rows say enough, and all of them would take long to read
+            rows = embed[:_TIED_ROWS]
+            other = torch.empty_like(rows)
+            checkpoint.require(key, stored.shape)
+            checkpoint.read(key, other)
+            same = torch.equal(other, rows)
         if not same:
             self.notes.append(
-                f"{file} has a lm_head.weight that differs from the embedding, and the "
+                f"{stored.file} has a {key} that differs from the embedding, and the "
                 f"configuration ties the two (tie_word_embeddings): the embedding is used"
             )
 
-    def _plan(self, checkpoint: Checkpoint) -> dict[str, list[tuple[Piece, Tensor]]]:
-        """Each checkpoint tensor that is needed, with the places that it fills."""
-        keys, family = checkpoint.files.keys(), self.family
-        todo: dict[str, list[tuple[Piece, Tensor]]] = defaultdict(list)
+    def _plan(self, checkpoint: Checkpoint) -> list[tuple[Piece, Tensor]]:
+        """Every piece of the checkpoint that is needed and the place that it fills, file by file.
+
+        All are looked at before any is read.
+        """
+        tensors, family = checkpoint.tensors, self.family
+        todo: list[tuple[Piece, Tensor]] = []
 
         def add(pieces: list[Piece], views: dict[str, Tensor]) -> None:
             for p in pieces:
-                if p.key not in keys:
+                if p.key not in tensors:
                     raise InvalidInput(
                         f"{checkpoint.path} has no tensor {p.key}, which "
                         f"{self.spec.model_type} needs with shape {list(p.shape)}"
                     )
+                checkpoint.require(p.key, tuple(p.shape))
                 rows = p.shape[0] if p.index is None else p.shape[1]
-                todo[p.key].append((p, views[p.target][p.row : p.row + rows]))
+                todo.append((p, views[p.target][p.row : p.row + rows]))
 
+        keys = tensors.keys()
         add(family.head_sources(), self.head_views())
         for i, layer in enumerate(self.spec.layers):
             add(family.dense_sources(i, keys), self.dense_views(i))
             for e in range(layer.n_experts):
                 add(family.expert_sources(i, e, keys), self.expert_views(i, e))
-        return dict(todo)
+
+        def place(job: tuple[Piece, Tensor]) -> tuple[Path, int, int]:
+            stored = tensors[job[0].key]
+            return stored.file, stored.offset, job[0].index or 0
+
+        return sorted(todo, key=place)
 
 
 _BLOCK = 4_194_301  # prime
@@ -262,25 +275,6 @@ _BLOCK = 4_194_301  # prime
 
 def _threads() -> int:
     return min(_MAX_THREADS, cores())
-
-
-def _copy(f: Any, key: str, places: list[tuple[Piece, Tensor]]) -> int:
-    """Copy one tensor of an open file to its places; bytes written."""
-    source = f.get_slice(key)
-    got, wanted = list(source.get_shape()), list(places[0][0].shape)
-    if got != wanted:
-        raise InvalidInput(f"tensor {key} has shape {got}, wanted {wanted}")
-    if source.get_dtype() not in _FLOATS:
-        raise InvalidInput(
-            f"tensor {key} has dtype {source.get_dtype()}: quantised weights are not supported"
-        )
-    written = 0
-    for piece, target in places:
-        # A slice maps the file: only the pages that are copied are read.
-        part = source[:] if piece.index is None else source[piece.index : piece.index + 1][0]
-        target.copy_(part)
-        written += target.nbytes
-    return written
 
 
 def _fill(name: str, t: Tensor, shift: int, scaled: dict[tuple[int, torch.dtype], Tensor]) -> None:
