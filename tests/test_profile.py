@@ -22,6 +22,7 @@ from moegen.cache import cache_folder  # noqa: E402
 from moegen.exec import rates  # noqa: E402
 from moegen.exec.lanes import peak_gpu_memory  # noqa: E402
 from moegen.exec.profile import RATES, machine_profile  # noqa: E402
+from moegen.exec.timing import Bench, undisturbed  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
 from moegen.graph.detect import detect  # noqa: E402
 from moegen.graph.sound import sound_plan  # noqa: E402
@@ -144,7 +145,7 @@ def test_launches_of_the_longest_chain_by_hand():
 
 def test_work_beside_goes_on_as_long_as_it_is_measured_and_no_longer():
     done = itertools.count()
-    with rates.Bench(CPU) as bench:
+    with Bench(CPU) as bench:
         seconds = bench.seconds(
             Lane.GPU, lambda: time.sleep(0.005), beside=(Lane.BULK, lambda: next(done))
         )
@@ -161,12 +162,12 @@ def test_work_that_fails_is_no_measurement(side):
         raise ValueError("as asked")
 
     work, company = (fail, int) if side == "work" else (int, fail)
-    with pytest.raises(ValueError, match="as asked"), rates.Bench(CPU) as bench:
+    with pytest.raises(ValueError, match="as asked"), Bench(CPU) as bench:
         bench.seconds(Lane.GPU, work, beside=(Lane.BULK, company))
 
 
 def test_a_product_too_slow_ends_the_curve(monkeypatch):
-    class Slow(rates.Bench):
+    class Slow(Bench):
         def seconds(self, lane, work, **_):
             return next(times)
 
@@ -180,8 +181,8 @@ def test_a_product_too_slow_ends_the_curve(monkeypatch):
 
 
 def test_other_processes_do_not_count():
-    assert rates.undisturbed([5.0, 1.0, 1.1, 9.0]) == 1.0
-    assert rates.undisturbed([3.0]) == 3.0
+    assert undisturbed([5.0, 1.0, 1.1, 9.0]) == 1.0
+    assert undisturbed([3.0]) == 3.0
 
 
 def test_a_gpu_without_memory_is_said_with_the_remedy(cache, monkeypatch):

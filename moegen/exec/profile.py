@@ -22,6 +22,7 @@ from moegen.errors import InvalidInput, MachineError
 from moegen.exec import rates
 from moegen.exec.engine import Engine
 from moegen.exec.lanes import forget_gpu_memory, gpu_identity
+from moegen.exec.timing import undisturbed
 from moegen.graph.build import build
 from moegen.graph.detect import detect
 from moegen.graph.files import read_json, write_json
@@ -91,8 +92,8 @@ def machine_profile(
     - ``cpu_attn_bytes_per_s``: grouped-query decode attention over more KV than caches hold;
       ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds.
 
-    On CPU lanes, which share the cores, what goes on beside the GPU lane's products is measured
-    beside them.
+    CPU lanes share the cores and the caches: there a product is measured while the weights of
+    the next are copied, and what goes on beside products beside them.
 
     Parameters
     ----------
@@ -224,7 +225,7 @@ def overhead(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> ra
             f"the fastest of {_LEAST_STEPS} steps of {tiny}, over the {launches} launches on its "
             "longest chain,",
         ),
-        "copy_latency_s": (rates.undisturbed(copies), f"a copy in {tiny}"),
+        "copy_latency_s": (undisturbed(copies), f"a copy in {tiny}"),
     }
 
 

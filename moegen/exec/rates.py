@@ -8,11 +8,9 @@ share the cores, whatever goes on beside the products is measured beside them.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,120 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.exec import attention
-from moegen.exec.lanes import Clock, Worker, attention_pool, enter, open_streams, settle
+from moegen.exec.lanes import attention_pool
 from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed, without_grad
 from moegen.exec.transfer import CpuTransfer, Transfer, transfer_for
 from moegen.graph.detect import cores
 from moegen.graph.task import Lane
 
-Work = Callable[[], Any]
 # Values of fields of HardwareSpec, each with what was measured and how.
 Found = dict[str, tuple[Any, str]]
 
 ROUNDS = 3
-SPAN_S = 0.15  # what a measurement lasts, about
-LONGEST_S = 0.25  # of a single product: beyond it the curve stays flat
+LONGEST_S = 0.25  # of a product: beyond it the curve stays flat
+_UNCACHED_BYTES = 96 << 20
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
 LATENT_HEADS, LATENT, ROPE, LATENT_CONTEXT = 128, 512, 64, 128
-
-
-class Bench:
-    """The lanes of a device, to time work on.
-
-    Use it as a context; at the end the lanes have done everything and their threads are gone.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._failed: list[BaseException] = []
-        enter(device)
-        self.streams = open_streams(device, Clock(device), self._failed.append)
-
-    def __enter__(self) -> Bench:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for stream in self.streams.values():
-            stream.close()
-
-    def seconds(
-        self,
-        lane: Lane,
-        work: Work,
-        *,
-        beside: tuple[Lane, Work] | None = None,
-        span_s: float = SPAN_S,
-    ) -> float:
-        """Seconds of ``work`` on a lane, from some ``span_s``; ``beside`` keeps another lane busy.
-
-        Raises
-        ------
-        Exception
-            Whatever the work raised.
-        """
-        settle(self.device)  # what the work reads was made on a stream that no lane waits for
-        with self._busy(*beside) if beside else nullcontext():
-            once = self._spans(lane, work, 2)[-1]
-            n = int(min(200, max(2, span_s / max(once, 1e-6))))
-            spans = self._spans(lane, work, n)
-        self._raise()
-        return max(1e-9, undisturbed(spans))
-
-    def _spans(self, lane: Lane, work: Work, n: int) -> list[float]:
-        stream = self.streams[lane]
-        events = [stream.record()]
-        for _ in range(n):
-            stream.submit(partial(_without_grad, work))
-            events.append(stream.record())
-        stream.synchronize()
-        self._raise()
-        times = [event.time_s() for event in events]
-        return [b - a for a, b in itertools.pairwise(times)]
-
-    def _raise(self) -> None:
-        if self._failed:
-            raise self._failed[0]
-
-    @contextmanager
-    def _busy(self, lane: Lane, work: Work) -> Iterator[None]:
-        """Keep a lane at ``work``, always with the next one queued."""
-        stream, over, begun = self.streams[lane], threading.Event(), threading.Event()
-
-        def feed() -> None:
-            try:
-                enter(self.device)
-                before = stream.record()
-                while not over.is_set():
-                    stream.submit(partial(_without_grad, work))
-                    after = stream.record()
-                    before.synchronize()
-                    before = after
-                    begun.set()
-                stream.synchronize()
-            except BaseException as e:
-                self._failed.append(e)
-            finally:
-                begun.set()
-
-        thread = Worker("moegen-beside", feed)
-        thread.start()
-        try:
-            begun.wait()
-            yield
-        finally:
-            over.set()
-            thread.wait()
-
-
-def undisturbed(spans: Sequence[float]) -> float:
-    """A time that most of ``spans`` exceed: other processes make some longer, none shorter."""
-    return sorted(spans)[len(spans) // 8]
-
-
-def _without_grad(work: Work) -> None:
-    with torch.inference_mode():
-        work()
 
 
 class Products:
@@ -149,7 +49,7 @@ class Products:
                     noise((2 * width, hidden), dtype, device) * hidden**-0.5,
                     noise((hidden, width), dtype, device) * width**-0.5,
                 )
-                for _ in range(6)
+                for _ in range(min(32, max(2, -(-_UNCACHED_BYTES // self.nbytes))))
             ]
         )
 
@@ -164,29 +64,40 @@ class Products:
 
         return product
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one set of weights."""
+        return 3 * self.hidden * self.width * self.dtype.itemsize
+
     def flops(self, tokens: int) -> float:
         return 6.0 * tokens * self.hidden * self.width
 
 
-def product_curve(bench: Bench, products: Products, tokens: Sequence[int]) -> Found:
+def product_curve(
+    bench: Bench,
+    products: Products,
+    tokens: Sequence[int],
+    each_with: tuple[Lane, Work] | None = None,
+) -> Found:
     """The best rate of a product, and the share of it that fewer tokens reach."""
     rates: dict[int, float] = {}
     for _ in range(ROUNDS):  # another process may disturb one of them from end to end
         for n, following in itertools.pairwise((*tokens, 0)):
-            seconds = bench.seconds(Lane.GPU, products.over(n), span_s=SPAN_S / ROUNDS)
+            seconds = bench.seconds(
+                Lane.GPU, products.over(n), each_with=each_with, span_s=SPAN_S / ROUNDS
+            )
             rates[n] = max(rates.get(n, 0.0), products.flops(n) / seconds)
             if seconds * following / n > LONGEST_S:
                 break
     best = max(rates.values())
     shares = itertools.accumulate((rate / best for rate in rates.values()), max)
-    shape = f"a {products.hidden} x {products.width} MLP in {_name(products.dtype)}"
-    seen = ", ".join(str(n) for n in rates)
+    how = f"a {products.hidden} x {products.width} MLP in {_name(products.dtype)}"
+    how += f" over {', '.join(str(n) for n in rates)} tokens, weights not in any cache"
+    if each_with is not None:
+        how += ", the next ones copied meanwhile"
     return {
-        "gpu_flops": (best, f"the best of {shape} over {seen} tokens"),
-        "gpu_efficiency": (
-            tuple(zip(rates, shares, strict=True)),
-            f"{shape} over {seen} tokens, weights not in any cache, against the best of them",
-        ),
+        "gpu_flops": (best, f"the best of {how},"),
+        "gpu_efficiency": (tuple(zip(rates, shares, strict=True)), f"{how}, against the best,"),
     }
 
 
@@ -201,7 +112,8 @@ def cpu_attention(
     how = f"{threads} threads" if pool else f"torch's {torch.get_num_threads()} thread(s)"
     if beside:
         how += ", beside products"
-    attend, nbytes = grouped(4 if pool is None else 8 * threads, dtype, pool, threads)
+    rows = max(4, threads, min(8 * threads, 128)) if pool else 4
+    attend, nbytes = grouped(rows, dtype, pool, threads)
     by_bytes = nbytes / bench.seconds(Lane.CPU, attend, beside=beside)
     del attend
     rows, width = 4 * threads, LATENT + ROPE
@@ -289,8 +201,13 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
     found: Found = {}
     with Bench(device) as bench:
         products = Products(dtype, device, 768, 1024)
-        found |= product_curve(bench, products, (1, 8, 32, 128, 512))
-        found["cpu_flops"] = (found["gpu_flops"][0], found["gpu_flops"][1])
+        data = host_buffer(128 << 20)
+        data.zero_()
+        # As decode goes: while an expert computes, the weights of the next are copied.
+        copy, _ = copies(data, products.nbytes)
+        curve_tokens = (1, 8, 32, 128, 512)
+        found |= product_curve(bench, products, curve_tokens, (Lane.BULK, copy))
+        found["cpu_flops"] = found["gpu_flops"]
         attend, nbytes = grouped(4, dtype)
         found["gpu_bytes_per_s"] = (
             nbytes / bench.seconds(Lane.GPU, attend),
@@ -298,9 +215,11 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
         )
         del attend
         company = (Lane.GPU, products.over(64))
-        data = host_buffer(128 << 20)
-        data.zero_()
-        found |= _copies(bench, data, company, by)
+        how = f"copies of 8 MiB within host memory, {by}, beside products"
+        up, down = copies(data, 8 << 20)
+        for name, lane, copy in (("h2d", Lane.BULK, up), ("d2h", Lane.ACT, down)):
+            seconds = bench.seconds(lane, copy, beside=company)
+            found[f"{name}_bytes_per_s"] = ((8 << 20) / seconds, how)
         work, nbytes = gather(CpuTransfer(), data, dtype, device)
         found["zero_copy_bytes_per_s"] = (
             nbytes / bench.seconds(Lane.KV, work, beside=company),
@@ -312,14 +231,11 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
     return found
 
 
-def _copies(bench: Bench, data: Tensor, company: tuple[Lane, Work], by: str) -> Found:
-    block = 8 << 20
-    slots = itertools.cycle(torch.zeros(4, block, dtype=torch.uint8))
-    pieces = itertools.cycle(data.split(block))
-    up = block / bench.seconds(Lane.BULK, lambda: next(slots).copy_(next(pieces)), beside=company)
-    down = block / bench.seconds(Lane.ACT, lambda: next(pieces).copy_(next(slots)), beside=company)
-    how = f"copies of 8 MiB within host memory, {by}, beside products"
-    return {"h2d_bytes_per_s": (up, how), "d2h_bytes_per_s": (down, how)}
+def copies(data: Tensor, nbytes: int) -> tuple[Work, Work]:
+    """A copy of ``nbytes`` out of host memory to a slot that a cache may hold, and one back."""
+    slots = itertools.cycle(torch.zeros(4, nbytes, dtype=torch.uint8))
+    pieces = itertools.cycle(data[: len(data) // nbytes * nbytes].split(nbytes))
+    return lambda: next(slots).copy_(next(pieces)), lambda: next(pieces).copy_(next(slots))
 
 
 def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
@@ -401,7 +317,7 @@ def _median(work: Work) -> float:
     spans = []
     for _ in range(4):
         t = time.perf_counter()
-        _without_grad(work)
+        without_grad(work)
         spans.append(time.perf_counter() - t)
     return undisturbed(spans[1:])
 

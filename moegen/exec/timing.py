@@ -1,0 +1,129 @@
+"""Timing work on the lanes of a device, alone or in company."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from moegen.exec.lanes import Clock, Worker, enter, open_streams, settle
+from moegen.graph.task import Lane
+
+Work = Callable[[], Any]
+SPAN_S = 0.15  # what a measurement lasts, about
+MOST_RUNS = 200
+
+
+class Bench:
+    """The lanes of a device, to time work on.
+
+    Use it as a context; at the end the lanes have done everything and their threads are gone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._failed: list[BaseException] = []
+        enter(device)
+        self.streams = open_streams(device, Clock(device), self._failed.append)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for stream in self.streams.values():
+            stream.close()
+
+    def seconds(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        beside: tuple[Lane, Work] | None = None,
+        each_with: tuple[Lane, Work] | None = None,
+        span_s: float = SPAN_S,
+    ) -> float:
+        """Seconds of ``work`` on a lane, run over and over for about ``span_s``.
+
+        ``beside`` keeps another lane busy all the time; ``each_with`` begins another lane's
+        work with each run, and the next run waits for it.
+
+        Raises
+        ------
+        Exception
+            Whatever the work raised.
+        """
+        settle(self.device)  # what the work reads was made on a stream that no lane waits for
+        with self._busy(*beside) if beside else nullcontext():
+            once = self._spans(lane, work, 2, each_with)[-1]
+            n = int(min(MOST_RUNS, max(2, span_s / max(once, 1e-6))))
+            spans = self._spans(lane, work, n, each_with)
+        self._raise()
+        return max(1e-9, undisturbed(spans))
+
+    def _spans(
+        self, lane: Lane, work: Work, n: int, each_with: tuple[Lane, Work] | None
+    ) -> list[float]:
+        stream, events = self.streams[lane], []
+        for _ in range(n):
+            begin, done = stream.record(), None
+            if each_with is not None:
+                other = self.streams[each_with[0]]
+                other.wait(begin)
+                other.submit(partial(without_grad, each_with[1]))
+                done = other.record()
+            stream.submit(partial(without_grad, work))
+            events.append((begin, stream.record()))
+            if done is not None:
+                stream.wait(done)
+        stream.synchronize()
+        self._raise()
+        times = [(begin.time_s(), end.time_s()) for begin, end in events]
+        return [end - begin for begin, end in times]
+
+    def _raise(self) -> None:
+        if self._failed:
+            raise self._failed[0]
+
+    @contextmanager
+    def _busy(self, lane: Lane, work: Work) -> Iterator[None]:
+        """Keep a lane at ``work``, always with the next one queued."""
+        stream, over, begun = self.streams[lane], threading.Event(), threading.Event()
+
+        def feed() -> None:
+            try:
+                enter(self.device)
+                before = stream.record()
+                while not over.is_set():
+                    stream.submit(partial(without_grad, work))
+                    after = stream.record()
+                    before.synchronize()
+                    before = after
+                    begun.set()
+                stream.synchronize()
+            except BaseException as e:
+                self._failed.append(e)
+            finally:
+                begun.set()
+
+        thread = Worker("moegen-beside", feed)
+        thread.start()
+        try:
+            begun.wait()
+            yield
+        finally:
+            over.set()
+            thread.wait()
+
+
+def undisturbed(spans: Sequence[float]) -> float:
+    """A time that most of ``spans`` exceed: other processes make some longer, none shorter."""
+    return sorted(spans)[len(spans) // 8]
+
+
+def without_grad(work: Work) -> None:
+    with torch.inference_mode():
+        work()
