@@ -3,91 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fake_engine import CONTEXT, FakeEngine, FakeTokenizer
 
 import moegen as mg
-from moegen import jobs
 from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import read_requests
-
-CONTEXT, VOCAB = 1000, 10**6
-
-
-class FakeTokenizer:
-    """A character is a token; 1 begins a text."""
-
-    chat_template = "yes"
-
-    def __call__(self, text):
-        return SimpleNamespace(input_ids=[ord(c) for c in text])
-
-    def apply_chat_template(self, messages, *, add_generation_prompt, return_dict):
-        from jinja2.exceptions import TemplateError
-
-        assert add_generation_prompt and not return_dict
-        if messages[0]["role"] == "robot":
-            raise TemplateError("no robots")
-        return [1, *map(ord, "".join(m["role"] + m["content"] for m in messages))]
-
-
-class FakeEngine:
-    """Answers with the prompt upside down; the last row ends first."""
-
-    calls: list[dict] = []
-    tokenizer: FakeTokenizer | None = FakeTokenizer()
-    model = SimpleNamespace(max_context=CONTEXT, vocab=VOCAB, dtype="bfloat16")
-    device = SimpleNamespace(type="cpu")
-    hardware = SimpleNamespace(gpu_name="none")
-    ledger: mg.Ledger | None = None
-    refuses: mg.Infeasible | None = None
-    weights = SimpleNamespace(pinned=True, notes=[])
-    fail: BaseException | None = None
-    after_rows = 0
-
-    @classmethod
-    def from_pretrained(cls, path, **kwargs):
-        cls.calls.append({"path": path, **kwargs})
-        kwargs["progress"](512, 1024)
-        kwargs["progress"](1024, 1024)
-        return cls()
-
-    def resolve(self, work):
-        self.calls.append({"work": work})
-        if self.refuses is not None:
-            raise self.refuses
-        s = mg.Strategy(B=work.n, b_a=2, b_e=64, s_expert=2**30)
-        model, hw = mg.ModelSpec.from_pretrained("mixtral-8x7b"), mg.HardwareSpec.from_name("c2")
-        self.ledger = mg.memory(model, hw, s, work)
-        return mg.Plan(prefill=s.with_(b_a=1), decode=s)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        self.calls.append({"closed": True})
-
-    timelines: list = []
-
-    def generate(self, prompts, max_new_tokens, on_finish, on_step):
-        self.calls.append({"prompts": prompts, "max_new_tokens": max_new_tokens})
-        for i in reversed(range(len(prompts))):
-            if self.fail is not None and len(prompts) - 1 - i == self.after_rows:
-                raise self.fail
-            text = "".join(chr(t) for t in reversed(prompts[i]))[: max_new_tokens[i]]
-            on_finish(
-                i,
-                SimpleNamespace(
-                    text=text,
-                    prompt_tokens=len(prompts[i]),
-                    completion_tokens=len(text),
-                    finish_reason="length",
-                ),
-            )
-            on_step(SimpleNamespace(phase="decode", rows=i + 1, tokens_done=1, elapsed_s=1.0))
 
 
 @pytest.fixture
@@ -117,6 +45,12 @@ def job(tmp_path, engine, capsys):
     run.output = tmp_path / "out.jsonl"
     run.partial = tmp_path / "out.jsonl.partial"
     return run
+
+
+def _call(engine, key):
+    """The call to the engine that has this key."""
+    (call,) = [call for call in engine.calls if key in call]
+    return call
 
 
 def _rows(path: Path) -> list[dict]:
@@ -176,33 +110,98 @@ def test_json_summary_goes_to_stdout(job):
     assert gpu["capacity_bytes"] == 24 * 10**9 > gpu["planned_bytes"] > 2**28
 
 
+def test_json_holds_the_run_against_the_plan(job, engine):
+    done = job([_line(1), _line(2)], "--json", "--max-tokens", "2")
+    found = json.loads(done.out)
+    assert found["load_bytes"] == 2 * 10**9
+    assert found["load_bytes_per_s"] == pytest.approx(2e9 / found["load_s"])
+    host, gpu = found["memory"]["host"], found["memory"]["gpu"]
+    assert (host["peak_bytes"], gpu["peak_bytes"]) == (3 * 2**30, None)
+    # On CPU lanes the GPU's buffers lie in host memory: that is what a peak compares with.
+    both = host["planned_bytes"] + gpu["planned_bytes"]
+    assert max(host["planned_bytes"], gpu["planned_bytes"]) < host["in_host_bytes"] <= both
+    assert (found["prefill_s"], found["decode_s"]) == (1.0, 4.0)
+    for name in ("expected", "predicted"):
+        times = found[name]
+        assert times["time_s"] == pytest.approx(times["prefill_s"] + times["decode_s"])
+    assert found["predicted_error"] == pytest.approx(found["predicted"]["time_s"] / 5.0 - 1)
+    link = found["machine"]["rates"]["h2d_bytes_per_s"]
+    assert link["value"] == engine.hardware.h2d_bytes_per_s and "implied" in link["source"]
+
+
+def test_predictions_are_for_the_limits_before_and_for_what_came_out_after(
+    job, engine, monkeypatch
+):
+    seen = []
+
+    def estimate(model, plan, prompt_lens, gen_lens, cost):
+        seen.append((model, list(prompt_lens), list(gen_lens)))
+        return SimpleNamespace(time_s=3.0, prefill_s=1.0, decode_s=2.0, decode_steps=4)
+
+    monkeypatch.setattr("moegen.sim.job.estimate_job", estimate)
+    said = job([_line(1, "abc"), _line(2, "defgh"), _line(3, "")], "--max-tokens", "4").err
+    assert seen == [(engine.model, [3, 5], [4, 4]), (engine.model, [3, 5], [3, 4])]
+    assert "Time:    at most 3.00 s expected" in said
+    # Prefill 1 s and decode 4 s were measured.
+    assert "  Time     5.00 s, predicted for these answers 3.00 s (-40%)" in said
+
+
 def test_the_plan_is_told_before_anything_runs(job, engine, monkeypatch):
     lines = job([_line(1), _line(2)]).err.splitlines()
-    told = [next(i for i, x in enumerate(lines) if x.startswith(s)) for s in ("Device", "Decode")]
-    assert lines[told[0]] == "Device cpu, bfloat16"
-    assert lines[told[1]].startswith("Decode:  B=2, b_a=2, b_e=64, s_expert=1.00 GiB, s_params=0 B")
-    assert lines[told[1] - 1].startswith("Prefill: B=2, b_a=1,")
-    done = next(i for i, x in enumerate(lines) if "rows answered" in x)
-    memory = next(i for i, x in enumerate(lines) if x.startswith("Memory planned for decoding: "))
-    assert told[1] < done < memory and " of 476.84 GiB, in the GPU's stead " in lines[memory]
+    at = {name: _index(lines, name) for name in ("Device", "Prefill", "Decode", "Memory", "Rates")}
+    assert lines[at["Device"]] == "Device cpu, bfloat16"
+    assert lines[at["Decode"]].startswith(
+        "Decode:  B=2, b_a=2, b_e=64, s_expert=1.00 GiB, s_params=0 B"
+    )
+    assert lines[at["Prefill"]].startswith("Prefill: B=2, b_a=1,")
+    assert " of 476.84 GiB, in the GPU's stead " in lines[at["Memory"]]
+    assert "link to the GPU" in lines[at["Rates"]]
+    assert max(at.values()) < _index(lines, "loading") < _index(lines, "2 of 2 rows answered")
+    assert any("both lie in host memory: " in x and "3.00 GiB at its peak" in x for x in lines)
+
+    job.output.unlink()
+    monkeypatch.setattr(engine, "device", SimpleNamespace(type="cuda"))
+    lines = job([_line(1), _line(2)]).err.splitlines()
+    assert lines[_index(lines, "Device")] == "Device cuda (RTX A5000), bfloat16"
+    assert any("GPU " in x and "planned, 1.00 GiB at its peak" in x for x in lines)
 
     job.output.unlink()
     monkeypatch.setattr(engine, "fail", MachineError("fell off"))
-    monkeypatch.setattr(engine, "device", SimpleNamespace(type="cuda"))
-    said = job([_line(1), _line(2)]).err
-    assert "Decode:  B=2" in said and "Device cuda (none), bfloat16" in said
+    assert "Decode:  B=2" in job([_line(1), _line(2)]).err
+
+
+def _index(lines, start):
+    return next(i for i, x in enumerate(lines) if x.startswith(start))
 
 
 def test_loading_shows_how_much_and_how_fast(job):
-    said = job([_line(1)]).err
-    loading = next(line for line in said.splitlines() if line.startswith("loading"))
-    assert "1.0/1.0 kB" in loading
+    lines = job([_line(1)]).err.splitlines()
+    assert "2.00/2.00 GB, " in lines[_index(lines, "loading")]
+    assert lines[_index(lines, "loading")].endswith(" GB/s")
+    assert "2.00 GB in " in lines[_index(lines, "  Loading")]
+
+
+def test_progress_goes_to_a_log_file_as_lines(job, monkeypatch):
+    monkeypatch.setattr("moegen.cli.console.LINE_EVERY_S", 0.0)
+    lines = job([_line(1), _line(2), _line(3)]).err.splitlines()
+    decode = [x for x in lines if x.startswith("decode ")]
+    assert len(decode) == 3
+    # One of three rows is done, all its 3 tokens, and each step took 2 s.
+    assert decode[0].startswith("decode  1/3 rows, 1/515 tokens, 1.5 tokens/s, ")
+    assert decode[0].endswith(" left")
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_loads(job, engine, monkeypatch):
+    monkeypatch.setattr(engine, "refuses", mg.Infeasible("does not fit host memory: too much"))
+    done = job([_line(1)])
+    assert done.code == 3 and "does not fit host memory" in done.err
+    assert not any("load" in call for call in engine.calls)
 
 
 def test_messages_go_through_the_chat_template_and_get_one_bos(job, engine):
     messages = [{"role": "user", "content": "hi"}]
     assert job([json.dumps({"id": 1, "messages": messages})]).code == 0
-    assert engine.calls[2]["prompts"] == [[1, *map(ord, "userhi")]]
+    assert _call(engine, "prompts")["prompts"] == [[1, *map(ord, "userhi")]]
 
 
 def test_rows_that_cannot_be_served_become_errors_and_the_others_run(job, engine):
@@ -217,7 +216,7 @@ def test_rows_that_cannot_be_served_become_errors_and_the_others_run(job, engine
     assert job(lines).code == 0
     rows = {row["id"]: row for row in _rows(job.output)}
     assert list(rows) == ["empty", "long", "fits", "grows", "none", "robot"]
-    assert rows["fits"]["text"] == "x" and len(engine.calls[2]["prompts"]) == 1
+    assert rows["fits"]["text"] == "x" and len(_call(engine, "prompts")["prompts"]) == 1
     assert rows["empty"] == {"id": "empty", "error": "the prompt is empty"}
     assert "1 more than the model's context of 1000" in rows["long"]["error"]
     assert "1 more than the model's context of 1000" in rows["grows"]["error"]
@@ -230,6 +229,8 @@ def test_a_file_without_one_servable_row_is_still_answered(job, engine):
     job.output.unlink()
     summary = json.loads(job([_line(1, "")], "--json").out)
     assert summary["plan"] is None and summary["memory"] is None
+    assert summary["load_bytes_per_s"] is None and summary["predicted"] is None
+    assert not any("load" in call for call in engine.calls)
 
 
 def test_messages_without_a_chat_template_are_an_error_of_the_row(job, monkeypatch):
@@ -314,11 +315,44 @@ def test_ctrl_c_keeps_finished_rows_and_the_same_job_can_start_again(job, engine
     assert [r["id"] for r in _rows(job.output)] == [1, 2] and not job.partial.exists()
 
 
+@pytest.mark.parametrize("when", ["loading", "running"])
+def test_sigterm_keeps_finished_rows_too(job, engine, monkeypatch, when):
+    def terminate(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    if when == "loading":
+        monkeypatch.setattr(engine, "load", terminate)
+    else:
+        monkeypatch.setattr(engine, "generate", _answer_one_and(terminate))
+    before = signal.getsignal(signal.SIGTERM)
+    done = job([_line(1), _line(2, "two")])
+    assert done.code == 143 and "moegen: stopped." in done.err and "Traceback" not in done.err
+    assert not job.output.exists() and signal.getsignal(signal.SIGTERM) is before
+    if when == "loading":
+        assert not job.partial.exists()
+    else:
+        assert "out.jsonl.partial" in done.err and _rows(job.partial)[1]["text"] == "done"
+
+
+def _answer_one_and(then):
+    def generate(_, prompts, max_new_tokens, on_finish, on_step):
+        on_finish(
+            1,
+            SimpleNamespace(
+                text="done", prompt_tokens=3, completion_tokens=1, finish_reason="stop"
+            ),
+        )
+        then()
+
+    return generate
+
+
 def test_a_full_disk_is_a_fault_of_the_machine(job, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(jobs.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     done = job([_line(1)])
     assert done.code == 1 and "No space left on device" in done.err
     assert "out.jsonl.partial" in done.err and "Traceback" not in done.err
@@ -399,11 +433,8 @@ def test_too_little_gpu_memory_is_a_fault_of_the_machine(job, engine, monkeypatc
         "of which 1.20 GiB is free. Including non-PyTorch memory, this process has 22.43 GiB"
     )
 
-    def fail(*_, **__):
-        raise error
-
     if loading:
-        monkeypatch.setattr(engine, "from_pretrained", fail)
+        monkeypatch.setattr(engine, "fail_loading", error)
     else:
         monkeypatch.setattr(engine, "fail", error)
         monkeypatch.setattr(engine, "after_rows", 1)
@@ -425,15 +456,18 @@ def test_other_errors_of_torch_keep_their_traceback(tmp_path, engine, monkeypatc
         main(["run", "--model", str(tmp_path), *files])
 
 
-def test_notes_of_the_weights_are_warnings_at_both_ends(job, engine, monkeypatch):
-    notes = ["weights are not pinned: status 2", "3 tensor(s) are not used"]
-    monkeypatch.setattr(engine, "weights", SimpleNamespace(pinned=False, notes=notes))
+def test_notes_are_warnings_when_they_arise_and_once_at_the_end(job, engine, monkeypatch):
+    before, after = ["pinning will fail: no"], ["weights are not pinned: status 2", "3 not used"]
+    monkeypatch.setattr(engine, "prepared_notes", before)
+    monkeypatch.setattr(engine, "notes", [*before, *after, after[0]])
     done = job([_line(1)], "--json")
-    assert done.code == 0 and json.loads(done.out)["notes"] == notes
+    assert done.code == 0 and json.loads(done.out)["notes"] == before + after
     lines = done.err.splitlines()
-    for note in notes:
-        first, last = (i for i, x in enumerate(lines) if x == f"moegen: warning: {note}")
-        assert first < next(i for i, x in enumerate(lines) if "rows answered" in x) < last
+    for note in before + after:
+        (first,) = (i for i, x in enumerate(lines) if x == f"moegen: warning: {note}")
+        (last,) = (i for i, x in enumerate(lines) if x == f"  Note     {note}")
+        assert first < _index(lines, "1 of 1 rows answered") < last
+    assert _index(lines, "moegen: warning: pinning") < _index(lines, "loading")
 
 
 def test_a_saved_timeline_says_how_the_weights_lay(job, engine, monkeypatch, tmp_path):
@@ -441,7 +475,8 @@ def test_a_saved_timeline_says_how_the_weights_lay(job, engine, monkeypatch, tmp
     graph = mg.build(model, mg.Strategy(B=2, b_a=1, b_e=4), kv_len=8)
     cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
     monkeypatch.setattr(engine, "timelines", [mg.simulate(graph, cost)])
-    monkeypatch.setattr(engine, "weights", SimpleNamespace(pinned=False, notes=["why"]))
+    monkeypatch.setattr(engine, "weights", SimpleNamespace(pinned=False))
+    monkeypatch.setattr(engine, "notes", ["why"])
     assert job([_line(1)], "--timeline", str(tmp_path / "t.json")).code == 0
     meta = mg.Timeline.load(tmp_path / "t.json").meta
     assert (meta["pinned"], meta["notes"]) == (False, ["why"])
@@ -467,7 +502,6 @@ def test_flags_reach_the_engine(job, engine):
     call = engine.calls[0]
     assert (call["plan"], call["device"], call["dtype"]) == ("auto", "cpu", "float32")
     assert (call["gpu_memory_bytes"], call["host_memory_bytes"]) == (2 * 2**30, 10**9)
-    assert callable(call["progress"])
 
 
 def test_strategy_flags_stay_as_given(job, engine):
@@ -520,159 +554,7 @@ def test_wrong_flags_are_refused_before_anything_loads(job, engine, flags, reaso
     assert done.code == 2 and reason in done.err and engine.calls == []
 
 
-def test_version(monkeypatch, capsys):
-    monkeypatch.setitem(mg.__dict__, "__version__", "1.2.3")
-    with pytest.raises(SystemExit) as exit_:
-        main(["--version"])
-    assert exit_.value.code == 0 and capsys.readouterr().out == "moegen 1.2.3\n"
-
-
-def _main(capsys, line: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_:
-        main(line.split())
-    said = capsys.readouterr()
-    return int(exit_.value.code or 0), said.out, said.err
-
-
-def test_inspect_memory_and_simulate_call_the_python_api(tmp_path, capsys):
-    code, out, _ = _main(capsys, "inspect mixtral-8x7b --json")
-    assert code == 0 and json.loads(out)["kv_bytes_per_token"] == 131072
-
-    code, out, _ = _main(capsys, "memory mixtral-8x7b --hw c2 --B 3640 --b-a 64 --json")
-    assert code == 0 and json.loads(out)["fits"]
-    code, out, err = _main(capsys, "memory mixtral-8x7b --hw c2 --B 9000 --b-a 64 --json")
-    assert code == 3 and not json.loads(out)["fits"] and "host memory" in err
-
-    point = "mixtral-8x7b --hw c2 --B 512 --b-a 64 --omega 0.5"
-    trace = tmp_path / "trace.json"
-    code, out, _ = _main(capsys, f"simulate {point} --steps 2 --trace {trace} --json")
-    result = json.loads(out)
-    assert code == 0 and result["period_s"] >= result["bound_s"] > 0
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
-POINT = "mixtral-8x7b --hw c2 --B 512 --b-a 64"
-
-
-@pytest.mark.parametrize("command", ["memory", "simulate"])
-def test_a_preset_is_the_workload_of_its_lengths(capsys, command):
-    _, named, _ = _main(capsys, f"{command} {POINT} --workload mmlu --json")
-    _, spelt, _ = _main(capsys, f"{command} {POINT} --n 116000 --prompt-len 512 --gen-len 1 --json")
-    _, other, _ = _main(capsys, f"{command} {POINT} --json")
-    assert json.loads(named) == json.loads(spelt) != json.loads(other)
-
-
-@pytest.mark.parametrize("command", ["memory", "simulate"])
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (f"{POINT} --workload mmlu --n 5", "mmlu says that already: drop --n"),
-        (f"{POINT} --workload mmlu --gen-len 5", "mmlu says that already: drop --gen-len"),
-        (f"{POINT} --workload mlu", "'mlu' is no file, and none of the presets chatbot-arena, "),
-        (f"{POINT} --workload {__file__}", "mixtral-8x7b is no folder"),
-        (f"{POINT} --schedule flexgen", "--schedule: 'flexgen' is not there yet; known: module"),
-        ("mixtral-8x7b --hw c2 --omega 1", "--B is missing"),
-    ],
-)
-def test_wrong_points_are_refused(capsys, command, flags, reason):
-    code, out, err = _main(capsys, f"{command} {flags}")
-    assert (code, out) == (2, "") and reason in err and "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ("--trace nodir/t.json", "--trace: nodir is no folder: make it first"),
-        ("--trace .", "--trace: . is a folder"),
-        ("--hw c4", "'c4' is no file, and none of c1, c2, c3, h200"),
-        ("--hw c4", "--hw FILE.yaml: a copy of "),
-        ("--hw none.yaml", "none.yaml cannot be read: No such file or directory\n"),
-    ],
-)
-def test_places_and_machines_are_checked_before_any_work(capsys, monkeypatch, flags, reason):
-    def work(*_, **__):
-        raise AssertionError("work was done")
-
-    monkeypatch.setattr(mg, "simulate", work, raising=False)
-    code, out, err = _main(capsys, f"simulate {POINT} {flags}")
-    assert (code, out) == (2, "") and reason in err and "from_yaml" not in err
-    assert "Errno" not in err
-
-
 def test_a_timeline_never_lands_on_the_requests(job, tmp_path):
     for name in ("in.jsonl", "out.jsonl"):
         done = job([_line(1)], "--timeline", str(tmp_path / name))
         assert done.code == 2 and "file of requests or of answers" in done.err
-
-
-@pytest.mark.parametrize("command", ["memory", "simulate"])
-def test_more_rows_in_flight_than_the_workload_has_are_taken_as_all(capsys, command):
-    point = f"{command} mixtral-8x7b --hw c2 --n 4 --json"
-    code, many, err = _main(capsys, f"{point} --B 100")
-    assert code == 0 and err == "moegen: --B 100 is more than there are rows: taken as 4\n"
-    code, four, err = _main(capsys, f"{point} --B 4")
-    assert code == 0 and err == "" and many == four
-
-
-@pytest.mark.parametrize(
-    ("flags", "advice"),
-    [
-        ("--B 9000", "Try a smaller --B"),
-        ("--B 3640 --b-a 2048 --kv-slots 4", "Try a smaller --b-a or fewer --kv-slots"),
-        ("--B 512 --s-params 30GB", "Try a smaller --s-params"),
-        ("--B 512 --s-expert 30GB", "Try a smaller --s-expert or --expert-group"),
-    ],
-)
-def test_advice_names_flags(capsys, flags, advice):
-    code, _, err = _main(capsys, f"memory mixtral-8x7b --hw c2 {flags} --n 10000 --json")
-    assert code == 3 and err.endswith(f"{advice}\n")
-
-
-def test_fields_and_flags_are_the_same():
-    from dataclasses import fields
-
-    from moegen.cli.flags import _STRATEGY_FLAGS
-
-    assert list(_STRATEGY_FLAGS) == [field.name for field in fields(mg.Strategy)]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with a configuration alone."""
-    (tmp_path / "config.json").write_text(
-        json.dumps(mg.ModelSpec.from_pretrained("mixtral-8x7b").hf)
-    )
-    return tmp_path
-
-
-@pytest.mark.cpu
-def test_a_file_is_counted_with_the_models_tokenizer(folder, capsys, monkeypatch):
-    pytest.importorskip("transformers")
-    file = folder / "in.jsonl"
-    lines = [_line(1, "x" * 100, max_tokens=7), _line(2, "x" * 300), _line(3, "x" * 500)]
-    file.write_text("\n".join(lines))
-    point = f"{folder} --hw c2 --B 3 --workload {file}"
-    code, out, err = _main(capsys, f"memory {point}")
-    assert (code, out) == (2, "") and f"tokenizer, and {folder} has none" in err
-
-    monkeypatch.setattr("moegen.exec.loading.load_tokenizer", lambda _: FakeTokenizer())
-    wanted = mg.Workload(((100, 7, 1), (300, 20, 1), (500, 20, 1)))
-    model, hw = mg.ModelSpec.from_pretrained(folder), mg.HardwareSpec.from_name("c2")
-    ledger = mg.memory(model, hw, mg.Strategy(B=3, b_a=3, b_e=8192), wanted)
-    code, out, _ = _main(capsys, f"memory {point} --gen-len 20 --json")
-    assert code == 0 and json.loads(out) == ledger.to_dict()
-
-    # The mean row: 300 tokens and half of 47/3.
-    code, out, _ = _main(capsys, f"simulate {point} --gen-len 20 --json")
-    uniform = f"simulate {folder} --hw c2 --B 3 --n 3 --prompt-len 300 --gen-len 15 --json"
-    assert code == 0 and json.loads(out) == json.loads(_main(capsys, uniform)[1])
-
-    file.write_text(_line(1, ""))
-    code, _, err = _main(capsys, f"memory {point}")
-    assert code == 2 and "in.jsonl, id 1: the prompt is empty" in err
-
-
-def test_a_demo_that_has_no_place_is_refused_at_once(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    code, out, err = _main(capsys, f"demo --folder {tmp_path / 'file' / 'a' / 'demo'}")
-    assert (code, out) == (2, "") and f"{tmp_path / 'file'} is no folder" in err

@@ -3,56 +3,111 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from moegen.jobs import Row
+# Where stderr is no terminal, a line is written so often.
+LINE_EVERY_S = 10.0
 
 
 def print_json(data: dict[str, Any]) -> None:
     print(json.dumps(data, indent=2))
 
 
-def warn(notes: Sequence[str]) -> None:
-    for note in notes:
-        print(f"moegen: warning: {note}", file=sys.stderr)
+def say(*lines: str) -> None:
+    """Lines for a person, on stderr."""
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def warn(notes: Iterable[str]) -> None:
+    say(*(f"moegen: warning: {note}" for note in notes))
 
 
 @contextmanager
-def loading() -> Iterator[Any]:
-    """A bar on stderr; yields what to call with the bytes loaded and those in all."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+def patience(text: str, after_s: float = 1.0) -> Iterator[None]:
+    """Say why something takes its time, if it does."""
+    timer = threading.Timer(after_s, say, (text,))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+# What may take seconds while a plan is chosen.
+MEASURING = "Measuring this machine's rates: once, they are kept ..."
 
 
-@contextmanager
-def progress(n_rows: int) -> Iterator[Any]:
-    """A bar on stderr; yields what to call with every finished row and every step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+class Bar:
+    """How far something has come: a bar on a terminal, else a line now and then.
 
-    columns = (
-        TextColumn("rows"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[phase]} {task.fields[rate]:.1f} tokens/s"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("rows", total=n_rows, phase="", rate=0.0)
+    Parameters
+    ----------
+    name : str
+        Of what goes on; `update` may give another.
+    """
 
-        def on_row(row: Row) -> None:
-            bar.update(task, advance=1)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._said = self._shown = ""
+        self._next_s = time.monotonic() + LINE_EVERY_S
+        self._rich: Any = None
+        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
 
-        def on_step(step: Any) -> None:
-            bar.update(task, phase=step.phase, rate=step.tokens_done / step.elapsed_s)
+            columns = (
+                TextColumn("{task.description:<7}"),
+                BarColumn(bar_width=12),
+                TextColumn("{task.fields[said]}"),
+            )
+            self._rich = Progress(*columns, console=Console(stderr=True))
+            self._task = self._rich.add_task(name, total=None, said="")
 
-        yield on_row, on_step
+    def update(self, done: float, total: float, said: str, name: str | None = None) -> None:
+        """Show ``done`` of ``total``, and ``said`` beside it."""
+        self.name, self._said = name or self.name, said
+        if self._rich is not None:
+            self._rich.update(
+                self._task, description=self.name, completed=done, total=total, said=said
+            )
+        elif time.monotonic() >= self._next_s:
+            self._line()
+
+    def _line(self) -> None:
+        line = f"{self.name:<7} {self._said}"
+        if self._said and line != self._shown:
+            say(line)
+        self._shown, self._next_s = line, time.monotonic() + LINE_EVERY_S
+
+    def __enter__(self) -> Self:
+        if self._rich is not None:
+            self._rich.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+        else:
+            self._line()
+
+
+class Loading(Bar):
+    """A bar of bytes; call it with those loaded and those in all."""
+
+    def __init__(self) -> None:
+        super().__init__("loading")
+        self._began_s = time.perf_counter()
+        self.bytes = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        seconds = time.perf_counter() - self._began_s
+        rate = done / seconds / 1e9 if seconds else 0.0
+        self.bytes = done
+        self.update(done, total, f"{done / 1e9:.2f}/{total / 1e9:.2f} GB, {rate:.2f} GB/s")

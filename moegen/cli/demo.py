@@ -1,32 +1,84 @@
-"""``moegen demo``: a checkpoint to try moegen with."""
+"""``moegen demo``: everything once, from a checkpoint to pictures of what happened."""
 
 from __future__ import annotations
 
-import shlex
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moegen.cache import cache_folder
+from moegen.cli import story
+from moegen.cli.console import Bar, Loading, print_json, say
+from moegen.cli.flags import Device, Json
+from moegen.cli.words import opening
+
+if TYPE_CHECKING:
+    from moegen.demo.show import Shown
+    from moegen.exec.generate import StepReport
+    from moegen.jobs import Pace, Report
 
 
 def demo(
     folder: Annotated[
+        Path,
+        typer.Option(
+            "--folder", help="Where the results go; those of a former demo there are replaced."
+        ),
+    ] = Path("moegen-demo"),
+    checkpoint: Annotated[
         Path | None,
-        typer.Option("--folder", help="Where it goes; your cache directory unless given."),
+        typer.Option(
+            "--checkpoint",
+            help="Where the checkpoint is kept (1.5 GB); your cache directory unless given.",
+        ),
     ] = None,
+    device: Device = None,
+    as_json: Json = False,
 ) -> None:
-    """Make a small checkpoint that speaks English (1.5 GB), unless it is there already."""
-    from moegen.demo import make_checkpoint
+    """Answer some prompts with a small model, and show what was predicted and what happened.
 
-    folder = make_checkpoint(folder or cache_folder() / "demo-moe", say=_say)
-    print(f"""Ask it something:
-echo '{{"id": "paris", "prompt": "The capital of France is"}}' > requests.jsonl
-moegen run --model {shlex.quote(str(folder))} --input requests.jsonl --output answers.jsonl \
---max-tokens 32""")
+    Makes a checkpoint that speaks English, unless it is there already, and runs it with so little
+    GPU memory that its weights stream. The results folder then holds the answers, tables, pictures
+    and a trace. Exit 1 if a text is not what the model says when transformers runs it.
+    """
+    from moegen.demo.show import show
+
+    try:
+        shown = show(folder, _Console(), checkpoint=checkpoint, device=device)
+    except KeyboardInterrupt:
+        say(f"moegen: stopped. {folder} is as it was before.")
+        raise typer.Exit(130) from None
+    if as_json:
+        print_json(shown.to_dict())
+    else:
+        print("\n".join(story.told(shown)))
+    if shown.differing:
+        raise typer.Exit(1)
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+class _Console:
+    """Progress on stderr, the report for its file."""
+
+    def say(self, text: str) -> None:
+        say(text)
+
+    def planned(self, report: Report) -> None:
+        say(*opening(report))
+
+    def loading(self) -> Loading:
+        return Loading()
+
+    @contextmanager
+    def running(self, pace: Pace) -> Iterator[Callable[[StepReport], None]]:
+        with Bar("prefill") as bar:
+
+            def on_step(step: StepReport) -> None:
+                pace.on_step(step)
+                bar.update(pace.tokens_done, pace.tokens, str(pace), pace.phase)
+
+            yield on_step
+
+    def report(self, shown: Shown) -> str:
+        return "\n".join(story.told(shown)) + "\n"

@@ -2,65 +2,89 @@
 
 from __future__ import annotations
 
-import sys
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import moegen as mg
 from moegen import jobs
-from moegen.cli.console import loading, print_json, progress, warn
-from moegen.cli.flags import Device, Dtype, Json, StrategyFlags, grouped, require_writable, size
-from moegen.errors import InvalidInput, MachineError
+from moegen.cli.console import MEASURING, Bar, Loading, patience, print_json, say, warn
+from moegen.cli.flags import (
+    Device,
+    Dtype,
+    GpuMemory,
+    HostMemory,
+    Json,
+    engine_class,
+    require_writable,
+    size,
+)
+from moegen.cli.groups import StrategyFlags, grouped
+from moegen.cli.words import closing, opening
+from moegen.errors import InvalidInput
 from moegen.graph.requests import read_requests
-from moegen.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from moegen.exec.generate import StepReport
 
 
 @grouped
 def run(
-    model: Annotated[Path, typer.Option("--model", help="Folder of the checkpoint.")],
-    input: Annotated[Path, typer.Option("--input", help="Requests, one JSON object a line.")],
-    output: Annotated[Path, typer.Option("--output", help="Answers; must not exist yet.")],
+    model: Annotated[Path, typer.Option("--model", metavar="DIR", help="The checkpoint.")],
+    input: Annotated[
+        Path,
+        typer.Option("--input", metavar="FILE", help="Requests, one JSON object a line."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("--output", metavar="FILE", help="Answers, likewise; must not exist yet."),
+    ],
     flags: StrategyFlags,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="For requests that name none.")
+        int,
+        typer.Option("--max-tokens", min=1, metavar="N", help="For requests that name none."),
     ] = 256,
-    device: Annotated[
-        Device | None, typer.Option("--device", help="CUDA if there is one, unless given.")
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option("--dtype", help="The checkpoint's own unless given.")
-    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     timeline: Annotated[
         Path | None,
         typer.Option(
             "--timeline",
+            metavar="FILE",
             help="Save when each task of decoding began and ended, for the last steps (8 at most) "
             "until the batch was first laid out anew. In Python moegen.Timeline.load(FILE) reads "
             "it: see its .plot(steps=0) and .to_perfetto(TRACE).",
         ),
     ] = None,
-    gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-memory",
-            help="Plan for a GPU of this much memory, such as 24GiB, instead of what it has. "
-            "A limit to plan with: nothing enforces it.",
-        ),
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option("--host-memory", help="The same for host memory.")
-    ] = None,
+    gpu_memory: GpuMemory = None,
+    host_memory: HostMemory = None,
     as_json: Json = False,
 ) -> None:
-    """Answer a file of requests.
+    """Answer a file of requests, and say what was predicted of that and what came.
+
+    A request is a line such as {"id": "a", "prompt": "Hello"}, or with "messages" instead of
+    "prompt" to go through the model's chat template; "max_tokens" may stand beside them. An answer
+    is a line with "id", "text", "prompt_tokens", "completion_tokens" and "finish_reason", or with
+    "id" and "error" where a request cannot be served. Rows are written as they finish.
 
     The plan is made for you: the strategy flags that you give stay as given, and the rest is
-    chosen around them.
+    chosen around them. It is printed, with the memory that it takes and the time expected,
+    before anything is loaded. Progress and the closing summary go to stderr.
+
+    Exit codes: 0 done, 1 a fault of the machine, 2 wrong input, 3 it does not fit, 130 Ctrl-C,
+    143 SIGTERM. A job that was cut short leaves the answers that it has in FILE.partial.
+
+    Examples::
+
+        moegen run --model mixtral --input prompts.jsonl --output answers.jsonl
+        moegen run --model mixtral --input prompts.jsonl --output answers.jsonl \\
+            --gpu-memory 20GiB --omega 0.5 --timeline timeline.json
     """
     requests = read_requests(input)
     plan = flags.within(len(requests)).given() or "auto"
@@ -71,135 +95,87 @@ def run(
         raise InvalidInput(f"--timeline: {timeline} is the file of requests or of answers")
     if not model.is_dir():
         raise InvalidInput(f"--model: {model} is no folder with a checkpoint")
-    dtype_name = None if dtype is None else dtype.value
     out = jobs.Output(
-        output, requests, model=str(model.resolve()), dtype=dtype_name, max_tokens=max_tokens
+        output, requests, model=str(model.resolve()), dtype=dtype, max_tokens=max_tokens
     )
     with _interruptible(out):
-        start_s = time.perf_counter()
-        with jobs.enough_memory(), loading() as on_load:
-            engine = _engine_class().from_pretrained(
+        with jobs.enough_memory():
+            prepared = engine_class().prepare(
                 model,
                 plan=plan,
-                device=None if device is None else device.value,
-                dtype=dtype_name,
+                device=device,
+                dtype=dtype,
                 gpu_memory_bytes=gpu_memory_bytes,
                 host_memory_bytes=host_memory_bytes,
-                progress=on_load,
             )
-        with engine:
-            load_s = time.perf_counter() - start_s
-            notes = list(engine.weights.notes)
-            warn(notes)
-            ran = _Ran(engine)
-            with progress(len(requests)) as (on_row, on_step):
-                summary = jobs.run_job(
-                    engine,
-                    requests,
-                    out,
-                    max_tokens=max_tokens,
-                    on_plan=ran.on_plan,
-                    on_row=on_row,
-                    on_step=on_step,
-                )
-            if timeline is not None:
-                _save_timeline(engine, timeline)
-    _report(summary, load_s, output, notes, ran, as_json)
+            job = jobs.Job.encode(requests, prepared.tokenizer, prepared.model, max_tokens)
+            report = jobs.Report(prepared, job)
+        if job.served:
+            _answer(report, out, timeline)
+        else:
+            report.finish(None, jobs.run_job(None, job, out))
+    say(*closing(report, output))
+    if as_json:
+        print_json({**report.to_dict(), "output": str(output)})
 
 
-def _engine_class() -> type[mg.Engine]:
-    try:
-        return mg.Engine
-    except ModuleNotFoundError as error:
-        raise MachineError(str(error)) from error
+def _answer(report: jobs.Report, out: jobs.Output, timeline: Path | None) -> None:
+    prepared, job = report.prepared, report.job
+    warn(report.note(prepared.notes))
+    with jobs.enough_memory():
+        with patience(MEASURING):
+            resolved = report.resolve()
+        say(*opening(report))
+        start_s = time.perf_counter()
+        with Loading() as loading:
+            engine = prepared.load(loading)
+        report.load_s, report.load_bytes = time.perf_counter() - start_s, loading.bytes
+    with engine:
+        warn(report.note(engine.notes))
+        assert report.expected is not None
+        pace = jobs.Pace(job, resolved.plan, report.expected)
+        with Bar("prefill") as bar:
+
+            def on_step(step: StepReport) -> None:
+                pace.on_step(step)
+                bar.update(pace.tokens_done, pace.tokens, str(pace), pace.phase)
+
+            summary = jobs.run_job(engine, job, out, on_row=pace.on_row, on_step=on_step)
+        warn(report.note(engine.notes))
+        report.finish(engine, summary)
+        if timeline is not None:
+            _save_timeline(engine, timeline)
 
 
 def _save_timeline(engine: mg.Engine, path: Path) -> None:
     decode = [timeline for timeline in engine.timelines if timeline.graph.phase == "decode"]
     if not decode:
-        print("No decode step ran, so there is no timeline to save.", file=sys.stderr)
+        say("No decode step ran, so there is no timeline to save.")
         return
-    decode[0].meta.update(pinned=engine.weights.pinned, notes=list(engine.weights.notes))
+    decode[0].meta.update(pinned=engine.weights.pinned, notes=list(engine.notes))
     decode[0].save(path)
-    print(f"Timeline of {len(decode[0].steps)} decode steps: {path}", file=sys.stderr)
+    say(f"Timeline of {len(decode[0].steps)} decode steps: {path}")
 
 
-class _Ran:
-    """Where and by which plan a job runs: told on stderr before it does, kept for the report."""
-
-    def __init__(self, engine: mg.Engine) -> None:
-        self.device, self.dtype = engine.device.type, engine.model.dtype
-        self.plan: mg.Plan | None = None
-        self.ledger: mg.Ledger | None = None
-        name = f" ({engine.hardware.gpu_name})" if self.device == "cuda" else ""
-        print(f"Device {self.device}{name}, {self.dtype}", file=sys.stderr)
-
-    def on_plan(self, plan: mg.Plan, ledger: mg.Ledger) -> None:
-        self.plan, self.ledger = plan, ledger
-        print(f"Prefill: {_in_words(plan.prefill)}", file=sys.stderr)
-        print(f"Decode:  {_in_words(plan.decode)}", file=sys.stderr)
-
-    @property
-    def memory(self) -> str:
-        """One line: how much of each memory the plan is for."""
-        if self.ledger is None:
-            return ""
-        used = (
-            f"{label} {format_bytes(section.total_bytes)} of {format_bytes(section.capacity_bytes)}"
-            for label, section in (
-                ("host", self.ledger.host),
-                ("GPU" if self.device == "cuda" else "in the GPU's stead", self.ledger.gpu),
-            )
-        )
-        return f"Memory planned for decoding: {', '.join(used)}\n"
-
-    def to_dict(self) -> dict[str, Any]:
-        plan = None
-        if self.plan is not None:
-            plan = {"prefill": self.plan.prefill.to_dict(), "decode": self.plan.decode.to_dict()}
-        memory = None
-        if self.ledger is not None:
-            memory = {
-                s.name: {"planned_bytes": s.total_bytes, "capacity_bytes": s.capacity_bytes}
-                for s in (self.ledger.host, self.ledger.gpu)
-            }
-        return {"device": self.device, "dtype": self.dtype, "plan": plan, "memory": memory}
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which batch systems send before they kill: handled as Ctrl-C is."""
 
 
-def _in_words(s: mg.Strategy) -> str:
-    sizes = ("s_expert", "s_params")
-    return ", ".join(
-        f"{name}={format_bytes(value) if name in sizes else value}"
-        for name, value in s.to_dict().items()
-    )
+def _terminate(*_: object) -> None:
+    raise _Terminated
 
 
 @contextmanager
 def _interruptible(out: jobs.Output) -> Iterator[None]:
+    """Leave on Ctrl-C and SIGTERM with what was finished, and say where it is."""
+    handles = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _terminate) if handles else None
     try:
         yield
-    except KeyboardInterrupt:
-        print(f"moegen: stopped.{out.kept}", file=sys.stderr)
-        raise typer.Exit(130) from None
-
-
-def _report(
-    summary: jobs.Summary,
-    load_s: float,
-    output: Path,
-    notes: Sequence[str],
-    ran: _Ran,
-    as_json: bool,
-) -> None:
-    errors = f", {summary.errors} could not be served" if summary.errors else ""
-    print(
-        f"{summary.served} of {summary.rows} rows answered{errors}: "
-        f"{summary.prompt_tokens} prompt and {summary.completion_tokens} completion tokens in "
-        f"{format_seconds(summary.time_s)}, {summary.tokens_per_s:.1f} tokens/s "
-        f"(loading took {format_seconds(load_s)})\n{ran.memory}{output}",
-        file=sys.stderr,
-    )
-    warn(notes)
-    if as_json:
-        more = {"load_s": load_s, "output": str(output), "notes": list(notes)}
-        print_json({**summary.to_dict(), **more, **ran.to_dict()})
+    except KeyboardInterrupt as stop:
+        code = 128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)
+        say(f"moegen: stopped.{out.kept}")
+        raise typer.Exit(code) from None
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before)

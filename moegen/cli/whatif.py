@@ -1,59 +1,93 @@
-"""Commands that need neither weights nor torch: ``inspect``, ``memory``, ``simulate``."""
+"""Commands that need neither weights nor torch: ``inspect``, ``memory``, ``plan``, ``simulate``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import moegen as mg
+from moegen.cli import words
 from moegen.cli.console import print_json
-from moegen.cli.flags import (
-    Hw,
-    Json,
-    Model,
-    StrategyFlags,
-    WorkloadFlags,
-    grouped,
-    machine,
-    require_writable,
-)
-from moegen.units import format_bytes, format_seconds
+from moegen.cli.flags import HERE, Hw, Json, Model, machine, require_writable
+from moegen.cli.groups import StrategyFlags, WorkloadFlags, grouped
+from moegen.errors import InvalidInput
+from moegen.units import format_seconds
 
 
 def inspect(model: Model, as_json: Json = False) -> None:
-    """Show what a model is made of."""
+    """Show what a model is made of, and whether it can be run or only planned.
+
+    Prints its parameters and bytes, and for each class of layers (dense or of experts, with a
+    sliding window or without) their number, attention, experts and experts a token.
+
+    Examples::
+
+        moegen inspect deepseek-v2
+        moegen inspect path/to/checkpoint --json
+    """
     spec = mg.ModelSpec.from_pretrained(model)
-    sizes = {
-        "weight_bytes": spec.weight_bytes,
-        "expert_bytes": spec.expert_bytes,
-        "kv_bytes_per_token": spec.kv_bytes_per_token,
-    }
-    counts = {
-        "n_params": spec.n_params,
-        "routed_params": spec.routed_params,
-        "n_layers": spec.n_layers,
-        "n_moe_layers": spec.n_moe_layers,
-        "max_context": spec.max_context,
-    }
-    if as_json:
-        print_json({"name": spec.name, "model_type": spec.model_type, **counts, **sizes})
+    runs, why = _runs(spec)
+    if not as_json:
+        print("\n".join(words.anatomy(spec)))
+        print(f"\n{'Runs' if runs else 'Can be planned and simulated, but not run'}: {why}")
         return
-    print(f"{spec.name} ({spec.model_type})")
-    for name, count in counts.items():
-        print(f"  {name:20} {count:>20,}")
-    for name, n_bytes in sizes.items():
-        print(f"  {name:20} {format_bytes(n_bytes):>20}")
+    names = ("name", "model_type", "dtype", "n_params", "routed_params", "n_layers")
+    names += ("n_moe_layers", "max_context", "weight_bytes", "expert_bytes", "kv_bytes_per_token")
+    classes = [_class(spec, name, len(layers)) for name, layers in spec.layer_classes.items()]
+    facts = {name: getattr(spec, name) for name in names}
+    print_json({**facts, "layer_classes": classes, "runs": runs, "why": why})
+
+
+def _class(spec: mg.ModelSpec, name: str, count: int) -> dict[str, Any]:
+    layer = spec.layers[spec.layer_classes[name][0]]
+    return {
+        "name": name,
+        "layers": count,
+        "attention": layer.attention.kind,
+        "window": layer.attention.window,
+        "n_experts": layer.n_experts,
+        "top_k": layer.top_k,
+        "dense_bytes": layer.dense_bytes,
+        "expert_bytes": layer.expert_bytes,
+        "kv_bytes_per_token": layer.kv_bytes_per_token,
+    }
+
+
+def _runs(spec: mg.ModelSpec) -> tuple[bool, str]:
+    """Whether this version can run a model, and why it can or cannot."""
+    from moegen.exec.families import FAMILIES, family_for
+
+    family = f"family {spec.model_type}"
+    if spec.model_type not in FAMILIES:
+        return False, f"{family} is not among those that run, {', '.join(FAMILIES)}"
+    try:
+        family_for(spec)
+    except InvalidInput as error:
+        return False, str(error)
+    except ModuleNotFoundError as error:
+        return False, f"{error.name} is not installed: pip install 'moegen[run]'"
+    return True, f"{family}, from safetensors in float32, bfloat16 or float16"
 
 
 @grouped
 def memory(
-    model: Model, hw: Hw, flags: StrategyFlags, work: WorkloadFlags, as_json: Json = False
+    model: Model,
+    flags: StrategyFlags,
+    work: WorkloadFlags,
+    hw: Hw = HERE,
+    as_json: Json = False,
 ) -> None:
     """Show what a decode strategy puts into host and GPU memory; exit 3 if it does not fit.
 
-    --B must be given; --b-a is --B and --b-e is 8192 unless given.
+    Prints every line of both memories, what each section sums to, and what is left of it.
+
+    --B must be given; --b-a is --B and --b-e is 8192 unless given. moegen plan chooses them.
+
+    Examples::
+
+        moegen memory mixtral-8x7b --hw c2 --B 3640 --b-a 256 --omega 0.6
     """
     s, rows = _point(flags, work, model)
     ledger = mg.memory(mg.ModelSpec.from_pretrained(model), machine(hw), s, rows)
@@ -65,24 +99,71 @@ def memory(
 
 
 @grouped
-def simulate(
+def plan(
     model: Model,
-    hw: Hw,
     flags: StrategyFlags,
     work: WorkloadFlags,
+    hw: Hw = HERE,
+    as_json: Json = False,
+) -> None:
+    """Choose a sound strategy for a job, and predict its memory, speed and time.
+
+    Prints the strategies of both phases in words, the memory that they take, tokens a second,
+    the time of the whole job, what limits it, and the flags that bring the strategy back.
+    Flags that you give stay as given. It chooses well, and does not search for the best.
+
+    Exits with 3 if nothing fits.
+
+    Examples::
+
+        moegen plan mixtral-8x7b --hw c2
+        moegen plan deepseek-v2 --hw c2 --n 1000 --prompt-len 256 --gen-len 64
+        moegen plan path/to/checkpoint --workload prompts.jsonl --omega 0.5
+    """
+    from moegen.forecast import forecast  # loads pandas: not for every command
+
+    spec, machine_ = mg.ModelSpec.from_pretrained(model), machine(hw)
+    rows = work.read(model)
+    found = forecast(spec, machine_, rows, flags.within(rows.n).given())
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print("\n".join(words.forecast(found)))
+
+
+@grouped
+def simulate(
+    model: Model,
+    flags: StrategyFlags,
+    work: WorkloadFlags,
+    hw: Hw = HERE,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, help="How many decode steps to simulate.")
+        int, typer.Option("--steps", min=1, metavar="N", help="How many decode steps to simulate.")
     ] = 4,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", help="Write a trace here, to open in https://ui.perfetto.dev."),
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write a trace here, to open in https://ui.perfetto.dev.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the decode step of a strategy: every row the mean one, halfway through its answer.
 
-    --B must be given; --b-a is --B and --b-e is 8192 unless given.
+    Prints how long a step takes, how busy each lane is, the bound that no schedule beats, and
+    tokens a second.
+
+    --B must be given; --b-a is --B and --b-e is 8192 unless given. moegen plan chooses them.
+
+    Examples::
+
+        moegen simulate mixtral-8x7b --hw c2 --B 3640 --b-a 256 --omega 0.6
+        moegen simulate mixtral-8x7b --hw c2 --B 512 --b-a 64 --trace trace.json
     """
+    from moegen.sim.bounds import bound
+
     require_writable("--trace", trace)
     s, rows = _point(flags, work, model)
     spec, hardware = mg.ModelSpec.from_pretrained(model), machine(hw)
@@ -90,12 +171,13 @@ def simulate(
     kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
     cost = mg.CostModel.roofline(hardware)
-    timeline = mg.simulate(graph, cost, steps=steps)
+    timeline, limit = mg.simulate(graph, cost, steps=steps), bound(graph, cost)
     if trace is not None:
         timeline.to_perfetto(trace)
     result = {
         "period_s": timeline.period_s,
-        "bound_s": mg.bound_s(graph, cost),
+        "bound_s": limit.seconds,
+        "binds": limit.binds,
         "decode_tokens_per_s": s.B / timeline.period_s,
     }
     if as_json:
@@ -103,8 +185,9 @@ def simulate(
         return
     print(timeline)
     print(
-        f"A decode step takes {format_seconds(result['period_s'])} (no schedule is below "
-        f"{format_seconds(result['bound_s'])}): {result['decode_tokens_per_s']:.1f} tokens/s"
+        f"A decode step takes {format_seconds(timeline.period_s)} (no schedule is below "
+        f"{format_seconds(limit.seconds)}, for {words.part(limit.binds)}): "
+        f"{s.B / timeline.period_s:.1f} tokens/s"
     )
 
 

@@ -81,12 +81,27 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did: its phase, how many rows took part, tokens sampled so far."""
+    """What a step did, and what the job has come to.
+
+    Attributes
+    ----------
+    phase : str
+    rows : int
+        How many took part.
+    tokens_done : int
+        Tokens sampled so far.
+    elapsed_s : float
+        Since the job began.
+    prefill_s, decode_s : float
+        What each phase has taken of it.
+    """
 
     phase: str
     rows: int
     tokens_done: int
     elapsed_s: float
+    prefill_s: float
+    decode_s: float
 
 
 class Generation:
@@ -124,6 +139,7 @@ class Generation:
         self.timelines: list[Timeline] = []
         self.sampled = 0
         self._began = time.perf_counter()
+        self._spent_s = {"prefill": 0.0, "decode": 0.0}
         self._news: deque[tuple[deque[SequenceState], StepReport]] = deque()
 
     def run(self, batch: Sequence[SequenceState], store: KVStore) -> None:
@@ -183,6 +199,7 @@ class Generation:
         rows: Callable[[int], tuple[Step, Sequence[SequenceState]] | None],
     ) -> None:
         """Run ``graph`` until ``rows`` has no more; give each step's tokens to its rows."""
+        began = time.perf_counter()
         recorder = Recorder(graph, self.keep_steps, self.machinery.device.type)
         before: tuple[Step, Sequence[SequenceState]] | None = None
 
@@ -191,7 +208,7 @@ class Generation:
         def source(program: Program, index: int) -> Step | None:
             nonlocal before
             if before is not None:
-                self._take(program, *before)
+                self._take(program, *before, began)
             before = rows(index)
             if before is None:
                 return None
@@ -212,8 +229,11 @@ class Generation:
         runner.run()
         self.timelines.append(recorder.timeline())
         del self.timelines[KEEP_FIRST:-KEEP_LAST]
+        self._spent_s[graph.phase] += time.perf_counter() - began
 
-    def _take(self, program: Program, step: Step, live: Sequence[SequenceState]) -> None:
+    def _take(
+        self, program: Program, step: Step, live: Sequence[SequenceState], began: float
+    ) -> None:
         tokens = program.sampled(step)
         logits = program.logits(step) if self.keep_logits else None
         for i, (s, token) in enumerate(zip(live, tokens, strict=True)):
@@ -221,8 +241,17 @@ class Generation:
                 s.logits.append(logits[i])
             s.take(token, self.eos)
         self.sampled += len(tokens)
-        elapsed = time.perf_counter() - self._began
-        report = StepReport(program.phase, len(tokens), self.sampled, elapsed)
+        now = time.perf_counter()
+        spent = dict(self._spent_s)
+        spent[program.phase] += now - began
+        report = StepReport(
+            program.phase,
+            rows=len(tokens),
+            tokens_done=self.sampled,
+            elapsed_s=now - self._began,
+            prefill_s=spent["prefill"],
+            decode_s=spent["decode"],
+        )
         self._news.append((deque(s for s in live if s.finish is not None), report))
 
     def _report(self) -> None:

@@ -1,0 +1,225 @@
+"""How fast an engine goes through a step of each phase, held against the bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from moegen.graph.build import build
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.memory import memory
+from moegen.graph.model import ModelSpec
+from moegen.graph.sound import GPU_SHARE
+from moegen.graph.strategy import Plan
+from moegen.graph.task import Lane, TaskGraph
+from moegen.graph.workload import Workload
+from moegen.sim.bounds import Bound, bound
+from moegen.sim.cost import CostModel
+from moegen.sim.engine import simulate
+from moegen.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from moegen.exec.engine import Engine
+    from moegen.exec.prepare import Prepared
+
+# What is reached of what: the resource, its unit, the field of the machine's rate, and the columns
+# of a timeline's frame whose sum is its work. CPU attention counts its own lane's alone.
+_RESOURCES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("GPU arithmetic", "FLOP", "gpu_flops", ("flops",)),
+    ("GPU memory", "B", "gpu_bytes_per_s", ("gpu_bytes",)),
+    ("link to the GPU", "B", "h2d_bytes_per_s", ("h2d_bytes",)),
+    ("link from the GPU", "B", "d2h_bytes_per_s", ("d2h_bytes",)),
+    ("CPU attention", "B", "cpu_attn_bytes_per_s", ("host_bytes",)),
+    ("host memory", "B", "host_bytes_per_s", ("host_bytes", "h2d_bytes", "d2h_bytes")),
+)
+_LANES = {"GPU arithmetic": Lane.GPU, "GPU memory": Lane.GPU, "CPU attention": Lane.CPU}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What one resource did over the measured steps.
+
+    Attributes
+    ----------
+    name, unit : str
+        ``unit`` is FLOP or B.
+    per_step : float
+        Work of a step.
+    per_s : float
+        Over the whole step, waiting included.
+    busy_share : float
+        Of the time, at least one task that works on it ran.
+    busy_per_s : float
+        While it was busy.
+    rate : float
+        What the machine's profile says it can do.
+    """
+
+    name: str
+    unit: str
+    per_step: float
+    per_s: float
+    busy_share: float
+    busy_per_s: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase's step, measured and predicted.
+
+    Attributes
+    ----------
+    tokens : int
+        Prompt tokens of a wave, or rows of a decode step: what a step brings.
+    measured, predicted : Timeline
+        Of the same graph.
+    bound : Bound
+        At the rates of the machine's profile.
+    reached : tuple of Reached
+        Resources that have work in this phase.
+    """
+
+    graph: TaskGraph
+    tokens: int
+    measured: Timeline
+    predicted: Timeline
+    bound: Bound
+    reached: tuple[Reached, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As measured."""
+        return self.tokens / self.measured.period_s
+
+    @property
+    def share_of_bound(self) -> float:
+        """The bound over the measured period: 1 is the fastest that any schedule could be."""
+        return self.bound.seconds / self.measured.period_s
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured period, less 1."""
+        return self.predicted.period_s / self.measured.period_s - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "measured_s": self.measured.period_s,
+            "predicted_s": self.predicted.period_s,
+            "error": self.error,
+            "bound_s": self.bound.seconds,
+            "binds": self.bound.binds,
+            "share_of_bound": self.share_of_bound,
+            "reached": {r.name: vars(r) for r in self.reached},
+        }
+
+
+def bench(
+    engine: Engine, plan: Plan, prompt_len: int, gen_len: int, steps: int = 6
+) -> dict[str, Phase]:
+    """Execute a prefill wave and a decode step of ``plan`` on rows of one length.
+
+    Parameters
+    ----------
+    prompt_len, gen_len : int
+        Decode is measured halfway through the answers.
+    steps : int
+        How often each is executed. The first, which finds nothing prefetched, and the last are
+        left out of a period if there are more than two.
+
+    Returns
+    -------
+    dict
+        ``"prefill"`` and ``"decode"``.
+    """
+    model, hw = engine.model, engine.hardware
+    wave = build(model, plan.prefill, "prefill", prompt_len=prompt_len)
+    step = build(model, plan.decode, "decode", kv_len=prompt_len + gen_len // 2)
+    return {
+        "prefill": _measure(engine, wave, plan.prefill.B * prompt_len, hw, steps),
+        "decode": _measure(engine, step, plan.decode.B, hw, steps),
+    }
+
+
+def _measure(engine: Engine, graph: TaskGraph, tokens: int, hw: HardwareSpec, steps: int) -> Phase:
+    cost = CostModel.roofline(hw)
+    measured = engine.execute(graph, steps=steps)
+    return Phase(
+        graph,
+        tokens,
+        measured,
+        predicted=simulate(graph, cost, steps=min(steps, 4)),
+        bound=bound(graph, cost),
+        reached=_reached(measured, hw),
+    )
+
+
+def _reached(timeline: Timeline, hw: HardwareSpec) -> tuple[Reached, ...]:
+    steps = len(timeline.steps)
+    frame: Any = timeline.to_frame()
+    found = []
+    for name, unit, rate, columns in _RESOURCES:
+        lane = _LANES.get(name)
+        tasks = frame if lane is None else frame[frame["lane"] == lane.value]
+        done = tasks[list(columns)].sum(axis=1)
+        work = float(done.sum())
+        if not work:
+            continue
+        busy_s = _busy_s(tasks[done > 0])
+        found.append(
+            Reached(
+                name,
+                unit,
+                per_step=work / steps,
+                per_s=work / steps / timeline.period_s,
+                busy_share=busy_s / timeline.makespan_s,
+                busy_per_s=work / busy_s,
+                rate=float(getattr(hw, rate)),
+            )
+        )
+    return tuple(found)
+
+
+def _busy_s(tasks: pd.DataFrame) -> float:
+    """Seconds in which at least one of the tasks ran."""
+    busy, until = 0.0, -math.inf
+    for start, end in sorted(zip(tasks["start_s"], tasks["end_s"], strict=True)):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
+
+
+def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Plan:
+    """The plan for some layers of a model that keeps on the GPU only what all of them could.
+
+    Else a few layers would lie on the GPU whole, and nothing would be copied.
+
+    Parameters
+    ----------
+    prepared : Prepared
+        Of the layers; what is fixed of its plan must not be a whole one.
+    whole : ModelSpec
+        The model that they are part of.
+
+    Raises
+    ------
+    Infeasible
+        If nothing fits.
+    """
+    plan, fixed, part = prepared.resolve(work).plan, prepared.given, prepared.model
+    fixed = dict(fixed) if isinstance(fixed, Mapping) else {}
+    if part.n_layers == whole.n_layers or "s_params" in fixed:
+        return plan
+    hw = prepared.capacities
+    hw = replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)
+    spare = memory(part, hw, plan.decode.with_(s_params=0), work).gpu.free_bytes
+    here, all_ = (m.weight_bytes - m.head_bytes for m in (part, whole))
+    kept = max(0, min(spare, all_)) * here // all_
+    return prepared.with_plan(fixed | {"s_params": kept}).resolve(work).plan

@@ -1,0 +1,82 @@
+"""What a demonstration did, in words."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from moegen.cli.words import closing, part
+from moegen.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from moegen.demo.show import Shown
+
+
+def told(shown: Shown) -> Iterator[str]:
+    """All of it: the run, the table of operations, where things are, and three lines."""
+    from moegen.demo.results import FILES
+
+    yield from closing(shown.report, shown.folder / "answers.jsonl")
+    yield ""
+    yield f"Predicted against measured: {shown.comparison}"
+    yield ""
+    yield f"In {shown.folder}:"
+    yield from (f"  {name:24} {what}" for name, what in FILES.items())
+    yield "To ask the same model something else:"
+    yield (
+        f"  moegen run --model {shlex.quote(str(shown.checkpoint))} --input requests.jsonl "
+        "--output answers.jsonl"
+    )
+    yield ""
+    yield from (f"{i}. {line}" for i, line in enumerate(in_three_lines(shown), start=1))
+
+
+def in_three_lines(shown: Shown) -> Iterator[str]:
+    """What was answered, how well it was predicted, and what bound it."""
+    yield _answered(shown)
+    yield _predicted(shown)
+    yield _bound(shown)
+
+
+def _answered(shown: Shown) -> str:
+    summary, model = shown.report.summary, shown.report.prepared.model
+    assert summary is not None
+    equal = summary.served - len(shown.differing)
+    limit = shown.report.prepared.hardware.gpu_memory_bytes
+    named = f" (not: {', '.join(map(str, shown.differing))})" if shown.differing else ""
+    return (
+        f"{summary.served} of {summary.rows} prompts answered in {format_seconds(summary.time_s)} "
+        f"({summary.tokens_per_s:.1f} tokens/s) by a model of {format_bytes(model.weight_bytes)} "
+        f"with {format_bytes(limit)} for the GPU: {equal} of {summary.served} texts equal those of "
+        f"the dense model that transformers runs{named}."
+    )
+
+
+def _predicted(shown: Shown) -> str:
+    c = shown.comparison
+    table = c.by_op
+    worst = (table["predicted_s"] - table["measured_s"]).abs().idxmax()
+    row = table.loc[worst]
+    return (
+        f"A decode step was predicted to take {format_seconds(c.predicted_period_s)} and took "
+        f"{format_seconds(c.measured_period_s)} ({c.error:+.0%}); furthest off is {worst} on lane "
+        f"{row['lane']}: {format_seconds(row['predicted_s'])} predicted, "
+        f"{format_seconds(row['measured_s'])} measured."
+    )
+
+
+def _bound(shown: Shown) -> str:
+    plan, curve = shown.report.resolved, shown.curve
+    assert plan is not None
+    omega = plan.plan.decode.omega
+    predicted = curve[curve["source"] == "predicted"].set_index("omega")["decode_tokens_per_s"]
+    measured = curve[curve["source"] == "measured"].set_index("omega")["decode_tokens_per_s"]
+    share = shown.bound.seconds / shown.comparison.measured_period_s
+    return (
+        f"A step cannot be shorter than {format_seconds(shown.bound.seconds)} "
+        f"({share:.0%} of what it took) because of {part(shown.bound.binds)}; of all ω the "
+        f"prediction likes {predicted.idxmax():g} best ({predicted.max():.0f} tokens/s), the "
+        f"measured points {measured.idxmax():g} ({measured.max():.0f}), and the plan took "
+        f"{omega:g} ({predicted[omega]:.0f} predicted)."
+    )

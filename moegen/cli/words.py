@@ -1,0 +1,282 @@
+"""Plans, predictions and runs in words."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import moegen as mg
+from moegen.graph.hardware import HardwareSpec
+from moegen.jobs import Report
+from moegen.jobs.report import RATES
+from moegen.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from moegen.bench import Phase
+    from moegen.forecast import Forecast
+
+# The parts of moegen.sim.bounds.Bound.
+_PARTS = {
+    "lane BULK": "the copies of weights to the GPU",
+    "lane KV": "the copies of KV between host and GPU",
+    "lane ACT": "the small copies between CPU and GPU",
+    "lane GPU": "the GPU",
+    "lane CPU": "the attention on the CPU",
+    "resource h2d": "the link to the GPU, weights and KV together",
+    "resource d2h": "the link from the GPU",
+    "resource host_memory": "the bandwidth of host memory",
+    "resource gpu": "the GPU",
+    "resource cpu": "the CPU",
+    "chain": "the tasks that wait for one another, layer after layer",
+}
+
+
+def part(name: str) -> str:
+    """What limits a step, for someone who has not read the design."""
+    return _PARTS.get(name, name)
+
+
+def fields(s: mg.Strategy) -> str:
+    """A strategy by its fields, in the order of the flags."""
+    sizes = ("s_expert", "s_params")
+    return ", ".join(
+        f"{name}={format_bytes(value) if name in sizes else value}"
+        for name, value in s.to_dict().items()
+    )
+
+
+def flags(s: mg.Strategy) -> str:
+    """A strategy as flags that bring it back."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in s.to_dict().items())
+
+
+def rates(hw: HardwareSpec) -> str:
+    """Where the rates that a prediction rests on come from."""
+    of_kind: dict[str, list[str]] = {}
+    for name, label in RATES.items():
+        of_kind.setdefault(hw.kind(name), []).append(label)
+    if len(of_kind) == 1 and "measured" not in of_kind:
+        return f"all {next(iter(of_kind))}"
+    if list(of_kind) == ["measured"]:
+        days = {
+            day[0] for name in RATES if (day := re.findall(r"\d{4}-\d\d-\d\d", hw.source[name]))
+        }
+        return f"all measured on this machine ({', '.join(sorted(days))})"
+    return "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in of_kind.items())
+
+
+def opening(report: Report) -> Iterator[str]:
+    """What is said before the weights are loaded."""
+    prepared, resolved, expected = report.prepared, report.resolved, report.expected
+    assert resolved is not None and expected is not None
+    name = f" ({prepared.hardware.gpu_name})" if report.on_gpu else ""
+    yield f"Device {prepared.device.type}{name}, {prepared.model.dtype}"
+    yield f"Prefill: {fields(resolved.plan.prefill)}"
+    yield f"Decode:  {fields(resolved.plan.decode)}"
+    host, gpu = (report.memory[name] for name in ("host", "gpu"))
+    yield f"Memory:  host {_of(host)}, {_gpu(report)} {_of(gpu)}"
+    yield (
+        f"Time:    at most {format_seconds(expected.time_s)} expected, if every answer is as long "
+        f"as it may be: prefill {format_seconds(expected.prefill_s)}, decode "
+        f"{format_seconds(expected.decode_s)}"
+    )
+    yield f"Rates:   {rates(prepared.hardware)}"
+
+
+def _gpu(report: Report) -> str:
+    return "GPU" if report.on_gpu else "in the GPU's stead"
+
+
+def _of(section: dict[str, int | None]) -> str:
+    planned, capacity = section["planned_bytes"], section["capacity_bytes"]
+    assert planned is not None and capacity is not None
+    return f"{format_bytes(planned)} of {format_bytes(capacity)}"
+
+
+def closing(report: Report, output: Path) -> Iterator[str]:
+    """What is said when all is done."""
+    summary = report.summary
+    assert summary is not None
+    errors = f", {summary.errors} could not be served" if summary.errors else ""
+    yield (
+        f"{summary.served} of {summary.rows} rows answered{errors}: {summary.prompt_tokens} prompt "
+        f"and {summary.completion_tokens} completion tokens in {format_seconds(summary.time_s)}, "
+        f"{summary.tokens_per_s:.1f} tokens/s"
+    )
+    if report.resolved is not None:
+        yield from _against_the_plan(report)
+    yield from (f"  Note     {note}" for note in report.notes)
+    yield f"  Answers  {output}"
+
+
+def _against_the_plan(report: Report) -> Iterator[str]:
+    summary, predicted, resolved = report.summary, report.predicted, report.resolved
+    assert summary is not None and predicted is not None and resolved is not None
+    yield f"  Prefill  {fields(resolved.plan.prefill)}"
+    yield f"  Decode   {fields(resolved.plan.decode)}"
+    loaded, load_s = report.load_bytes, report.load_s
+    yield (
+        f"  Loading  {loaded / 1e9:.2f} GB in {format_seconds(load_s)}, "
+        f"{loaded / load_s / 1e9:.2f} GB/s"
+    )
+    off = "" if report.error is None else f" ({report.error:+.0%})"
+    yield (
+        f"  Time     {format_seconds(report.measured_s)}, predicted for these answers "
+        f"{format_seconds(predicted.time_s)}{off}: prefill {format_seconds(summary.prefill_s)}, "
+        f"predicted {format_seconds(predicted.prefill_s)}; decode "
+        f"{format_seconds(summary.decode_s)}, predicted {format_seconds(predicted.decode_s)}"
+    )
+    yield f"  Rates    {rates(report.prepared.hardware)}"
+    host, gpu = report.memory["host"], report.memory["gpu"]
+    at_peak, in_host = host["peak_bytes"], host["in_host_bytes"]
+    assert in_host is not None
+    if report.on_gpu:
+        yield f"  Memory   host {_of(host)} planned, {_peak(at_peak)} at its peak"
+        yield f"           GPU {_of(gpu)} planned, {_peak(gpu['peak_bytes'])} at its peak"
+    else:
+        yield f"  Memory   planned: host {_of(host)}, in the GPU's stead {_of(gpu)}"
+        yield (
+            f"           both lie in host memory: {format_bytes(in_host)} planned, "
+            f"{_peak(at_peak)} at its peak"
+        )
+
+
+def _peak(n: int | None) -> str:
+    return format_bytes(n) if n else "an unknown amount"
+
+
+def anatomy(spec: mg.ModelSpec) -> Iterator[str]:
+    """What a model is made of."""
+    yield f"{spec.name} (family {spec.model_type}, {spec.dtype})"
+    routed = f"{spec.routed_params:,} of them in routed experts"
+    yield f"  parameters    {spec.n_params:,}, {routed}"
+    yield f"  weights       {format_bytes(spec.weight_bytes)}"
+    yield f"  context       {spec.max_context:,} tokens at most"
+    yield f"  KV            {format_bytes(spec.kv_bytes_per_token)} a token, all layers"
+    yield f"  layers        {spec.n_layers}"
+    for name, indices in spec.layer_classes.items():
+        layer = spec.layers[indices[0]]
+        of = layer.attention
+        heads = f"{of.n_heads} query and {of.n_kv_heads} key-value heads"
+        if of.kind == "mla":
+            heads = f"{of.n_heads} heads, a latent of {of.kv_lora_rank} + {of.rope_head_dim}"
+        window = f", window of {of.window} tokens" if of.window else ""
+        yield f"    {len(indices):>3} {name}"
+        yield f"        attention {of.kind}, {heads}{window}"
+        if layer.mlp == "moe":
+            each = format_bytes(layer.expert_bytes + layer.expert_scale_bytes)
+            yield f"        {layer.n_experts} experts of {each}, {layer.top_k} for each token"
+        yield f"        {format_bytes(layer.dense_bytes)} of other weights"
+
+
+def forecast(f: Forecast) -> Iterator[str]:
+    """A plan in words, and what is predicted of it."""
+    d, p = f.plan.decode, f.plan.prefill
+    yield f"{f.model.name} on {f.hw.name}: {f.work.name}, {f.work.n:,} rows"
+    yield from _item("Decode", _decode(f.model, d))
+    yield from _item("Prefill", _prefill(f.model, p))
+    yield from _item("Memory", _both_memories(f))
+    speed = f"prefill {f.prefill_tokens_per_s:,.1f} prompt tokens/s"
+    if f.decode_tokens_per_s is not None:
+        speed += f", decode {f.decode_tokens_per_s:,.1f} tokens/s"
+    yield from _item("Speed", speed)
+    yield from _item(
+        "Job",
+        f"{format_seconds(f.job.time_s)}: prefill {format_seconds(f.job.prefill_s)}, decode "
+        f"{format_seconds(f.job.decode_s)}",
+    )
+    yield from _item(
+        "Limits",
+        f"of a decode step {part(f.decode_binds)}; of a prefill wave {part(f.prefill_binds)}",
+    )
+    yield from _item("Rates", rates(f.hw))
+    yield f"{'Flags':<9}{flags(d)}"
+
+
+def _item(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width=79,
+        initial_indent=f"{name:<9}",
+        subsequent_indent=" " * 9,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _decode(model: mg.ModelSpec, s: mg.Strategy) -> str:
+    cpu = {0.0: "The GPU does all attention", 1.0: "The CPU does all attention"}.get(
+        s.omega, f"The CPU does {s.omega:.0%} of the attention (omega), the GPU the rest"
+    )
+    at_a_time = "" if s.omega == 1 else f", {s.b_a:,} rows at a time (b_a)"
+    return (
+        f"{s.B:,} rows in flight (B). {cpu}{at_a_time}. {_weights(model, s)} Of the experts, "
+        + (
+            "all are copied in each step."
+            if s.fetch == "all"
+            else "those are copied that get tokens."
+        )
+    )
+
+
+def _prefill(model: mg.ModelSpec, s: mg.Strategy) -> str:
+    waves = "one prompt at a time" if s.B == 1 else f"{s.B:,} prompts at a time, a wave"
+    parts = f"; attention takes {s.b_a:,} of them at a time" if s.b_a < s.B else ""
+    return f"{waves}{parts}. {_weights(model, s)}"
+
+
+def _weights(model: mg.ModelSpec, s: mg.Strategy) -> str:
+    from moegen.graph.residency import residency, ring_slots
+
+    kept = residency(model, s.s_params)
+    stay = (
+        f"{format_bytes(kept.bytes)} of weights stay on the GPU"
+        if kept.bytes
+        else ("No weights stay on the GPU")
+    )
+    slots = ring_slots(model, s, kept)["expert_weights"]
+    ahead = f", {slots} places there hold experts copied ahead" if slots else ""
+    return f"{stay}{ahead}. An expert takes up to {s.b_e:,} tokens at a time (b_e)."
+
+
+def _both_memories(f: Forecast) -> str:
+    host = max(f.decode.host.total_bytes, f.prefill.host.total_bytes)
+    return (
+        f"host {format_bytes(host)} of {format_bytes(f.decode.host.capacity_bytes)}; GPU "
+        f"{format_bytes(f.decode.gpu.total_bytes)} in decode and "
+        f"{format_bytes(f.prefill.gpu.total_bytes)} in prefill, of "
+        f"{format_bytes(f.decode.gpu.capacity_bytes)}"
+    )
+
+
+def benched(phases: dict[str, Phase]) -> Iterator[str]:
+    """What was measured of a step of each phase."""
+    for name, phase in phases.items():
+        brings = "prompt tokens" if name == "prefill" else "rows"
+        measured = phase.measured.period_s
+        yield f"{name.capitalize()}: {phase.tokens_per_s:,.1f} tokens/s"
+        yield f"  a step     {format_seconds(measured)} for {phase.tokens:,} {brings}"
+        yield (
+            f"  bound      {format_seconds(phase.bound.seconds)} for {part(phase.bound.binds)}: "
+            f"{phase.share_of_bound:.1%} of it reached"
+        )
+        yield (
+            f"  predicted  {format_seconds(phase.predicted.period_s)}, {phase.error:+.1%} against "
+            f"measured"
+        )
+        heads = f"{'a step':>13} {'over it':>14} {'busy':>5} {'while busy':>14} {'rated':>14}"
+        yield f"  {'':17} {heads}"
+        for r in phase.reached:
+            over, busy, rate = (f"{_si(x)}{r.unit}/s" for x in (r.per_s, r.busy_per_s, r.rate))
+            each = f"{_si(r.per_step)}{r.unit}"
+            yield f"  {r.name:17} {each:>13} {over:>14} {r.busy_share:>5.0%} {busy:>14} {rate:>14}"
+
+
+def _si(n: float) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if n >= size:
+            return f"{n / size:,.1f} {prefix}"
+    return f"{n / 1e3:.1f} k"
