@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMAT = "moegen.timeline/1"
 Source = Literal["simulated", "measured"]
+#: What a source is called where the two are shown together.
+SOURCES = {"simulated": "predicted (simulated)", "measured": "measured"}
 #: Lanes as people want to see them: what computes first, then what moves data.
 LANES = (Lane.GPU, Lane.CPU, Lane.BULK, Lane.KV, Lane.ACT)
 _WORK = ("flops", "gpu_bytes", "h2d_bytes", "d2h_bytes", "host_bytes", "rows", "launches")

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.files import write_json
 from moegen.graph.task import EdgeKind
-
-if TYPE_CHECKING:
-    from moegen.timeline import Timeline
-
-# Told by the name of its process what a timeline is.
-_CLOCK = {"simulated": "predicted (simulated)", "measured": "measured"}
+from moegen.timeline import SOURCES, Timeline
 
 
 def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
@@ -65,10 +60,9 @@ class _Process:
 
     def names(self) -> list[dict[str, Any]]:
         timeline = self.timeline
-        model = timeline.graph.model
-        title = f"{model.name if model is not None else 'moegen'} {timeline.graph.phase}"
+        title = f"{SOURCES[timeline.source]}: {timeline.name}"
         events = [
-            self._meta("process_name", 0, name=f"{_CLOCK[timeline.source]}: {title}"),
+            self._meta("process_name", 0, name=title),
             self._meta("process_sort_index", 0, sort_index=self.pid),
         ]
         for tid, lane in enumerate(timeline.by_lane, start=self.first_tid):

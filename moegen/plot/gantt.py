@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from moegen.errors import InvalidInput
 from moegen.graph.task import Lane
 from moegen.plot.labels import Labels
-from moegen.plot.style import FAINT, bare, ink, letters, op_colours, time_unit
-from moegen.timeline import Timeline
+from moegen.plot.style import FAINT, bare, ink, letters, op_colours, time_unit, width_in
+from moegen.timeline import SOURCES, Timeline
 from moegen.units import format_seconds
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ _ABOUT = {
     Lane.ACT: "small transfers",
 }
 OTHERS = "(not selected)"
+# Of a lane's width, how much the edges of narrow bars may add to what they cover.
+_EDGES_SHARE = 0.03
 # More layers than this in view are slivers: two of them are shown unless others are asked for.
 _FEW_LAYERS = 4
 
@@ -167,6 +169,7 @@ class _Chart:
         self.origin_s = origin_s
         span_s = self.span_s if span_s is None else span_s
         self.scale, unit = time_unit(span_s)
+        self.width_pt = 72 * width_in(ax)
         self.labels = Labels(self.timeline, span_s, letters(ax), self.many)
         for y, (lane, members) in enumerate(self.lanes.items()):
             self._draw_others(ax, y, [i for i in members if i not in self.keep])
@@ -184,31 +187,39 @@ class _Chart:
                 fontsize=6.5,
                 color="#555555",
             )
+        steps_end = self._draw_steps(ax)
         ax.set_yticks(range(len(self.lanes)), [lane.value for lane in self.lanes], va="bottom")
         ax.set_ylim(len(self.lanes) - 0.45, -0.55)
         margin = 0.005 * span_s or 0.5 * self.scale  # tasks that all take no time
         left = self.begin_s - origin_s
         ax.set_xlim((left - margin) / self.scale, (left + span_s + margin) / self.scale)
         ax.set_xlabel(f"time [{unit}]")
-        ax.set_title(self._title(), loc="left", fontsize=10)
+        ax.set_title(self._title(), loc="left", fontsize=10, pad=14 if steps_end else 6)
         ax.grid(axis="x", linewidth=0.4, alpha=0.5)
         ax.tick_params(axis="y", length=0)
         bare(ax, "top", "right", "left")
 
     def _draw_bars(self, ax: Axes, y: int, drawn: Sequence[int]) -> None:
         timeline, ids = self.timeline, self.timeline.ids
-        thin = 0.004 * self.labels.span_s
+        lasted = timeline.end_s - timeline.start_s
+        narrow = 0.004 * self.labels.span_s
+        # An edge lets a narrow bar be seen. Edges of thousands would fill a lane that is idle.
+        n_narrow = int((lasted[list(drawn)] <= narrow).sum())
+        edge_pt = min(0.6, _EDGES_SHARE * self.width_pt / max(1, n_narrow))
         for op, colour in self.colours.items():
             members = [i for i in drawn if ids[i].op == op]
-            if not members:
-                continue
-            start_s, end_s = timeline.start_s[members], timeline.end_s[members]
-            bars = [(self._x(a), (b - a) / self.scale) for a, b in zip(start_s, end_s, strict=True)]
-            # A white edge parts neighbours of one op, but would swallow a narrow bar.
-            edges = [
-                "white" if b - a > thin else colour for a, b in zip(start_s, end_s, strict=True)
-            ]
-            ax.broken_barh(bars, (y - 0.4, 0.8), facecolors=colour, edgecolors=edges, linewidth=0.6)
+            for wide in (True, False):
+                some = [i for i in members if (lasted[i] > narrow) == wide]
+                if some:
+                    # A white edge parts neighbours of one op, but would swallow a narrow bar.
+                    ax.broken_barh(
+                        [(self._x(timeline.start_s[i]), lasted[i] / self.scale) for i in some],
+                        (y - 0.4, 0.8),
+                        facecolors=colour,
+                        edgecolors="white" if wide else colour,
+                        linewidth=0.6 if wide else edge_pt,
+                        snap=wide,  # to whole pixels, which would drop some and widen others
+                    )
         for first, last, text in self.labels.of(drawn):
             colour = self.colours[ids[first].op]
             middle = self._x((timeline.start_s[first] + timeline.end_s[last]) / 2)
@@ -246,15 +257,25 @@ class _Chart:
                 color="#777777",
             )
 
+    def _draw_steps(self, ax: Axes) -> bool:
+        """A line where a step's last task ended, if the next step is in view too; whether any."""
+        ends = dict(zip(self.timeline.steps, self.timeline.step_end_s.tolist(), strict=True))
+        shown = sorted({self.timeline.ids[i].step for i in self.keep})
+        lines = [(k, ends[k]) for k in shown[:-1] if self.begin_s < ends[k] < self.end_s]
+        for step, end_s in lines:
+            at = self._x(end_s)
+            ax.axvline(at, color="black", linewidth=0.8, linestyle=(0, (2, 2)))
+            text = f"step {step} ends "
+            ax.text(at, -0.57, text, ha="right", va="bottom", fontsize=6.5, color="#555555")
+        return bool(lines)
+
     def _x(self, at_s: float) -> float:
         return (at_s - self.origin_s) / self.scale
 
     def _title(self) -> str:
         timeline = self.timeline
-        model = timeline.graph.model
-        name = f"{model.name} " if model is not None else ""
         whole = format_seconds(timeline.makespan_s)
-        text = f"{name}{timeline.graph.phase}, {timeline.source}: {whole}"
+        text = f"{timeline.name}, {SOURCES[timeline.source]}: {whole}"
         n = len(timeline.steps)
         if n > 1:
             text += f" for {n} steps, {format_seconds(timeline.period_s)} a step"

@@ -65,7 +65,11 @@ def bare(ax: Axes, *sides: str) -> None:
     ax.set_axisbelow(True)
 
 
+def width_in(ax: Axes) -> float:
+    """Width of the axes in inches."""
+    return ax.get_position().width * ax.figure.get_figure(root=True).get_size_inches()[0]
+
+
 def letters(ax: Axes) -> float:
     """Small letters that fit side by side across the axes."""
-    figure_in = ax.figure.get_figure(root=True).get_size_inches()[0]
-    return 14 * ax.get_position().width * figure_in
+    return 14 * width_in(ax)
