@@ -21,7 +21,7 @@ from moegen.units import format_bytes
 
 _HUGE = 2 * 1024 * 1024
 _PAGE = 4096
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MADV_HUGEPAGE = 14
 # A limit on locked memory up to this is tried out rather than believed.
 _PROBE = 256 * 1024 * 1024
 
@@ -52,27 +52,15 @@ def host_buffer(nbytes: int, *, huge: bool = False) -> Tensor:
         ) from e
     start = -raw.data_ptr() % page
     if page == _HUGE:
-        _advise(raw.data_ptr() + start, raw.nbytes - page, _MADV_HUGEPAGE)
+        _advise_huge(raw.data_ptr() + start, raw.nbytes - page)
     return raw[start : start + nbytes]
 
 
-def populate(t: Tensor) -> None:
-    """Have the system map the pages of a contiguous tensor at once, before they are written.
-
-    Only advice: a fault for each page, as they are written one by one, can take longer than
-    reading what goes there.
-    """
-    start = -(-t.data_ptr() // _PAGE) * _PAGE
-    end = (t.data_ptr() + t.nbytes) // _PAGE * _PAGE
-    if end > start:
-        _advise(start, end - start, _MADV_POPULATE_WRITE)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    # Where the kernel is too old for it, or has no huge pages to give, nothing is lost.
+def _advise_huge(address: int, nbytes: int) -> None:
+    # Only advice: where the kernel has no huge pages to give, it gives small ones.
     if sys.platform == "linux":
         madvise = ctypes.CDLL(None).madvise
-        madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
+        madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
 
 
 def locking_problem(nbytes: int) -> str | None:

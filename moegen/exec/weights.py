@@ -18,7 +18,7 @@ from moegen.errors import InvalidInput
 from moegen.exec.checkpoint import Checkpoint
 from moegen.exec.families.base import Family, Piece
 from moegen.exec.layout import Layout
-from moegen.exec.pinning import Pins, host_buffer, populate
+from moegen.exec.pinning import Pins, host_buffer
 from moegen.graph.detect import cores
 from moegen.graph.model import ModelSpec
 from moegen.units import format_bytes
@@ -144,7 +144,6 @@ class HostWeights:
 
         def read(job: tuple[Piece, Tensor]) -> int:
             piece, target = job
-            populate(target)
             checkpoint.read(piece.key, target, (piece.index or 0) * math.prod(piece.shape[1:]))
             return target.nbytes
 
