@@ -233,6 +233,18 @@ def test_each_dtype_and_number_of_threads_has_its_own(cache, measured):
     assert machine_profile(CPU, F32).h2d_bytes_per_s == measured[0]
 
 
+def test_each_gpu_pinned_or_not_has_its_own(cache, monkeypatch):
+    device, names = torch.device("cuda", 0), set()
+    for gpu in ("H200 GPU-1", "H200 GPU-2"):
+        monkeypatch.setattr(profile, "gpu_identity", lambda _, gpu=gpu: gpu)
+        for problem in (None, "the limit is low"):
+            monkeypatch.setattr(profile, "locking_problem", lambda _, problem=problem: problem)
+            key = profile._key(device, F32, detect())
+            assert (key["gpu"], key["pinned"]) == (gpu, problem is None)
+            names.add(profile._path(key))
+    assert len(names) == 4 and {path.parent for path in names} == {cache}
+
+
 def _cut(text: str) -> str:
     return text[: len(text) // 2]
 

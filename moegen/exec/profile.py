@@ -22,6 +22,7 @@ from moegen.errors import InvalidInput, MachineError
 from moegen.exec import rates
 from moegen.exec.engine import Engine
 from moegen.exec.lanes import forget_gpu_memory, gpu_identity
+from moegen.exec.pinning import locking_problem
 from moegen.exec.timing import undisturbed
 from moegen.graph.build import build
 from moegen.graph.detect import detect
@@ -105,9 +106,10 @@ def machine_profile(
 
     Notes
     -----
-    A profile holds for one machine, device, dtype, number of torch's threads, and version of
-    torch and moegen; one that is damaged or of others is measured anew and replaced. Where the
-    cache cannot be written, a warning says so and it is measured each time.
+    A profile holds for one machine, device, dtype, number of torch's threads, memory that can be
+    pinned or not, and version of torch and moegen; one that is damaged or of others is measured
+    anew and replaced. Where the cache cannot be written, a warning says so and it is measured
+    each time.
     """
     here = detect()
     if device.type == "cpu":
@@ -134,11 +136,13 @@ def machine_profile(
 
 def _key(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> dict[str, Any]:
     """What a profile holds for: plain data, equal for equal circumstances."""
+    on_gpu = device.type == "cuda"
     return {
         "host": here.name,
         "cpu": here.cpu_name,
         "device": device.type,
-        "gpu": gpu_identity(device) if device.type == "cuda" else None,
+        "gpu": gpu_identity(device) if on_gpu else None,
+        "pinned": on_gpu and locking_problem(rates.LINK_BYTES) is None,
         "dtype": _name(dtype),
         "torch_threads": torch.get_num_threads(),
         "torch": str(torch.__version__),

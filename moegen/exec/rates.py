@@ -31,6 +31,7 @@ Found = dict[str, tuple[Any, str]]
 
 ROUNDS = 3
 LONGEST_S = 0.25  # of a product: beyond it the curve stays flat
+LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _UNCACHED_BYTES = 96 << 20
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
@@ -241,28 +242,27 @@ def copies(data: Tensor, nbytes: int) -> tuple[Work, Work]:
 def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
     """Rates of a GPU, of its link and of the CPU beside it.
 
-    Where memory cannot be pinned, copies are measured as they then are, and kernels cannot
-    read host memory at all.
+    Where memory cannot be pinned, what crosses the link is measured as it then goes.
     """
     found: Found = {}
-    data = host_buffer(256 << 20)
+    data = host_buffer(LINK_BYTES)
     data.zero_()  # touched before it is registered
     pins = Pins()
     problem = pins.register([data])
+    kind = f"pageable ({problem})" if problem else "pinned"
     try:
         with Bench(device) as bench:
             products = Products(dtype, device, 4096, 8192)
             found |= product_curve(bench, products, (1, 64, 256, 1024, 4096))
             del products
             found |= _gpu_memory(bench)
-            found |= _link(bench, data, "pinned" if problem is None else f"pageable ({problem})")
-            if problem is None:
-                work, nbytes = gather(transfer_for(device), data, dtype, device)
-                found["zero_copy_bytes_per_s"] = (
-                    nbytes / bench.seconds(Lane.KV, work),
-                    "a gather of KV rows of 128 tokens by a kernel over pinned memory",
-                )
-                del work
+            found |= _link(bench, data, kind)
+            work, nbytes = gather(transfer_for(device, pinned=not problem), data, dtype, device)
+            found["zero_copy_bytes_per_s"] = (
+                nbytes / bench.seconds(Lane.KV, work),
+                f"a gather of KV rows of 128 tokens from {kind} memory",
+            )
+            del work
             found |= host_stream(data)
             threads = max(1, cores() - 1)
             with attention_pool(threads) as pool:
@@ -270,7 +270,7 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
         host = Products(dtype, torch.device("cpu"), 768, 1024)
         product = host.over(256)
         found["cpu_flops"] = (
-            host.flops(256) / _median(product),
+            host.flops(256) / _seconds(product),
             f"a 768 x 1024 MLP over 256 tokens in {_name(dtype)}, torch's "
             f"{torch.get_num_threads()} thread(s)",
         )
@@ -313,7 +313,7 @@ def _link(bench: Bench, data: Tensor, kind: str) -> Found:
     }
 
 
-def _median(work: Work) -> float:
+def _seconds(work: Work) -> float:
     spans = []
     for _ in range(4):
         t = time.perf_counter()
