@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import matplotlib
+import numpy as np
 import pytest
 
 import moegen as mg
+from moegen.plot.style import op_colours
 
 matplotlib.use("agg")
 
@@ -89,6 +91,36 @@ def test_a_copy_without_inputs_has_no_wait_in_the_trace(timeline, tmp_path):
     waits = {e["cat"] for e in events if e["ph"] == "X" and "wait_us" in e["args"]}
     assert "expert" in waits and "attn_cpu" in waits
     assert not waits & {"copy_expert", "copy_dense"}
+
+
+def test_edges_do_not_fill_a_lane_that_is_idle():
+    # A thousand bars of a tenth of the time: with an edge each they would cover all of it.
+    from handmade import task, tid
+
+    from moegen.graph.task import TaskGraph
+
+    graph = TaskGraph((task("x", "GPU"),), ())
+    ids = [tid("x", k) for k in range(1000)]
+    starts = [10.0 * k for k in range(1000)]
+    run = mg.Timeline(graph, ids, starts, [s + 1 for s in starts], source="measured")
+    ax = run.plot()
+    ax.figure.canvas.draw()
+    pixels = np.asarray(ax.figure.canvas.buffer_rgba())[..., :3].astype(float)
+    (left, low), (right, _) = ax.transData.transform([(0, 0.1), (9991, 0.1)])
+    row = pixels[pixels.shape[0] - int(low), int(left) : int(right)]
+    first = op_colours(["x"])["x"]
+    colour = np.array([int(first[i : i + 2], 16) for i in (1, 3, 5)], dtype=float)
+    covered = (255 - row).mean(axis=0) / (255 - colour)
+    assert 0.08 < covered.mean() < 0.16
+
+
+def test_a_step_ends_at_a_line_if_the_next_is_in_view(timeline):
+    cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
+    three = mg.simulate(timeline.graph, cost, steps=3)
+    ax = three.plot()
+    assert [t.strip() for t in texts(ax) if "ends" in t] == ["step 0 ends", "step 1 ends"]
+    assert [line.get_xdata()[0] for line in ax.lines] == pytest.approx(three.step_end_s[:2])
+    assert not three.plot(steps=1).lines
 
 
 # Predicted and measured, one above the other.

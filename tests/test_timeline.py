@@ -14,6 +14,7 @@ from moegen.plot import COLOURS
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
 from moegen.timeline import Timeline
+from moegen.trace import write_perfetto
 
 
 @pytest.fixture
@@ -232,6 +233,55 @@ def test_a_simulated_lane_that_overlaps_is_an_error(tmp_path):
     run = Timeline(graph, [tid("x"), tid("y")], [0, 1], [2, 3])
     with pytest.raises(GraphError, match="y.s0 starts before"):
         run.to_perfetto(tmp_path / "t.json")
+
+
+def test_a_trace_of_two_timelines_has_a_process_each(timeline, tmp_path):
+    path = tmp_path / "both.json"
+    late = noisy(meta={"device": "cpu"})
+    late.start_s += 1000  # whenever it was measured, both begin at 0
+    late.end_s += 1000
+    write_perfetto(path, timeline, late)
+    data = json.loads(path.read_text())
+    events = data["traceEvents"]
+
+    def named(kind: str, value: str) -> dict[int, object]:
+        return {e["pid"]: e["args"][value] for e in events if e["name"] == kind}
+
+    assert named("process_name", "name") == {
+        1: "predicted (simulated): hand-made decode",
+        2: "measured: hand-made decode",
+    }
+    order = named("process_sort_index", "sort_index")
+    assert order[1] < order[2]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {pid: min(e["ts"] for e in slices if e["pid"] == pid) for pid in (1, 2)} == {1: 0, 2: 0}
+    # No thread of one is a thread of the other, and no arrow leads across.
+    tids = {pid: {e["tid"] for e in slices if e["pid"] == pid} for pid in (1, 2)}
+    assert len(tids[1]) == len(tids[2]) == 3 and not tids[1] & tids[2]
+    flows = [e for e in events if e["ph"] in "sf"]
+    assert len(flows) == 2 * 2 * 3
+    for number in {e["id"] for e in flows}:
+        start, finish = (e for e in flows if e["id"] == number)
+        assert (start["ph"], finish["ph"]) == ("s", "f") and start["pid"] == finish["pid"]
+    for spans in spans_ns(slices).values():
+        for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+            assert begin >= end
+    assert [t["source"] for t in data["otherData"]["timelines"]] == ["simulated", "measured"]
+
+
+def test_a_trace_of_each_is_as_it_is_beside_others(timeline, tmp_path):
+    alone, both = tmp_path / "alone.json", tmp_path / "both.json"
+    timeline.to_perfetto(alone)
+    write_perfetto(both, timeline, noisy())
+    events = json.loads(both.read_text())["traceEvents"]
+    mine = [e for e in events if e["pid"] == 1]
+    assert mine == json.loads(alone.read_text())["traceEvents"]
+
+
+def test_a_trace_of_nothing_is_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="needs a timeline"):
+        write_perfetto(tmp_path / "t.json")
+    assert not (tmp_path / "t.json").exists()
 
 
 # The plot.

@@ -258,14 +258,19 @@ class _Chart:
             )
 
     def _draw_steps(self, ax: Axes) -> bool:
-        """A line where a step's last task ended, if the next step is in view too; whether any."""
+        """A line where a step's last task ended, if the next one is in view; whether any.
+
+        None at all where there is no room for their names.
+        """
         ends = dict(zip(self.timeline.steps, self.timeline.step_end_s.tolist(), strict=True))
         shown = sorted({self.timeline.ids[i].step for i in self.keep})
         lines = [(k, ends[k]) for k in shown[:-1] if self.begin_s < ends[k] < self.end_s]
-        for step, end_s in lines:
+        texts = [f"step {step} ends " for step, _ in lines]
+        if sum(map(len, texts)) > self.labels.letters:
+            return False
+        for text, (_, end_s) in zip(texts, lines, strict=True):
             at = self._x(end_s)
             ax.axvline(at, color="black", linewidth=0.8, linestyle=(0, (2, 2)))
-            text = f"step {step} ends "
             ax.text(at, -0.57, text, ha="right", va="bottom", fontsize=6.5, color="#555555")
         return bool(lines)
 
