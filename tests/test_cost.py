@@ -9,8 +9,10 @@ from handmade import task, tid
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.task import NO_WORK, Lane, Task, TaskId, Work
+from moegen.graph.task import NO_WORK, Lane, Task, TaskGraph, TaskId, Work
+from moegen.sim.bounds import bound_s
 from moegen.sim.cost import RESOURCES, Cost, CostModel
+from moegen.sim.engine import simulate
 
 
 @pytest.fixture
@@ -129,3 +131,26 @@ def test_a_demand_needs_a_capacity_above_zero():
         CostModel.fixed({"a": 1}, demands={"a": {"h2d": 1}})
     with pytest.raises(InvalidInput, match="above 0"):
         CostModel.fixed({"a": 1}, capacities={"h2d": 0})
+
+
+def test_host_code_is_one_threads_for_all_lanes_and_no_part_of_the_bound(hw):
+    """Two lanes with 1 s of kernel a task, and 3 s of host code for each."""
+    graph = TaskGraph(
+        (
+            task("a", "GPU", Work(flops=375, tokens=101)),  # 0.5 s and a launch of 0.5 s
+            task("b", "CPU", Work(flops=100)),
+            task("c", "BULK", Work(h2d_bytes=200)),  # 2 s and 20: host code hides in it
+        ),
+        (),
+    )
+    plain, slow = (CostModel.roofline(x) for x in (hw, hw.with_(task_s=3.0)))
+    assert [plain.seconds(t) for t in graph] == [1.0, 1.0, 22.0]
+    assert [slow.seconds(t) for t in graph] == [3.0, 3.0, 22.0]
+    # a and b take turns; c's own 3 s spread over its 22 leave them the rest of the thread.
+    ends = dict(zip((t.id.op for t in graph), simulate(graph, slow).end_s, strict=True))
+    assert ends["a"] == ends["b"] == pytest.approx(6 / (1 - 3 / 22))
+    assert ends["c"] == 22.0
+    assert slow.physical().seconds(graph.tasks[0]) == 1.0
+    assert bound_s(graph, slow) == bound_s(graph, plain) == 22.0
+    with pytest.raises(InvalidInput, match="task_s must be finite and positive"):
+        hw.with_(task_s=0)

@@ -23,16 +23,14 @@ from moegen.exec import rates
 from moegen.exec.engine import Engine
 from moegen.exec.lanes import forget_gpu_memory, gpu_identity
 from moegen.exec.pinning import locking_problem
-from moegen.exec.timing import undisturbed
 from moegen.graph.build import build
 from moegen.graph.detect import detect
 from moegen.graph.files import read_json, write_json
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
-from moegen.graph.task import Lane, TaskGraph, TaskId
 
-FORMAT = 1
+FORMAT = 2
 OPTIONAL = "duplex_bytes_per_s"
 #: What a profile holds; capacities and names are `detect`'s.
 RATES = (
@@ -40,6 +38,7 @@ RATES = (
     "gpu_efficiency",
     "gpu_bytes_per_s",
     "launch_s",
+    "task_s",
     "h2d_bytes_per_s",
     "d2h_bytes_per_s",
     "duplex_bytes_per_s",
@@ -80,10 +79,10 @@ def machine_profile(
       found, and the share of it that so many tokens reach.
     - ``gpu_bytes_per_s``: copies within GPU memory. On CPU lanes decode attention on the GPU
       lane, which is what draws on it there.
-    - ``launch_s``: what a task costs however small its work, from the executor's own run of a
-      model of next to no size: its step over the launches on the step's longest chain. It holds
-      the kernels of the smallest task, the Python around them and the waits between lanes.
-    - ``copy_latency_s``: a copy of that run's weights.
+    - ``task_s``: what a task costs however small its work, from the executor's own run of a model
+      of next to no size: its step over the number of its tasks. It holds the Python around the
+      kernels and the waits between lanes.
+    - ``launch_s``, ``copy_latency_s``: the least kernels and copies, one after the other.
     - ``h2d_bytes_per_s``, ``d2h_bytes_per_s``, ``duplex_bytes_per_s``: large copies, one
       direction at a time and both together. On CPU lanes copies within host memory, beside
       products, and no duplex limit.
@@ -192,10 +191,10 @@ def _with_rates(here: HardwareSpec, found: rates.Found) -> HardwareSpec:
 def _measure(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> rates.Found:
     try:
         if device.type == "cuda":
-            found = rates.cuda_lanes(dtype, device) | overhead(device, dtype, here)
+            found = rates.cuda_lanes(dtype, device) | host_code(device, dtype, here)
             forget_gpu_memory(device)
         else:
-            found = rates.cpu_lanes(dtype) | overhead(device, dtype, here)
+            found = rates.cpu_lanes(dtype) | host_code(device, dtype, here)
     except RuntimeError as e:  # torch's, such as a GPU without enough memory left
         raise MachineError(
             f"the rates of {device} cannot be measured: {e}. Free what holds its memory, or give "
@@ -205,8 +204,8 @@ def _measure(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> ra
     return {k: (value, f"measured: {how} on {date}") for k, (value, how) in found.items()}
 
 
-def overhead(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> rates.Found:
-    """What a task and a copy cost beside their work, from a run of next to none."""
+def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> rates.Found:
+    """What the executor's own code takes for a task, from a run of next to no work."""
     model = ModelSpec.from_config(_LEAST | {"dtype": _name(dtype)}, "overhead")
     s = Strategy(B=4, b_a=1, b_e=64, s_expert=4 * model.expert_bytes, omega=0.5)
     with Engine.random(model, s, device=str(device), dtype=_name(dtype), hardware=here) as engine:
@@ -216,32 +215,9 @@ def overhead(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> ra
     ends = [float(t) for t in tl.step_end_s]
     # The least: with so many waits between threads, another process disturbs most steps.
     period_s = min(b - a for a, b in itertools.pairwise(ends))
-    launches = chain_launches(g)
-    copies = [
-        float(end - start)
-        for i, start, end in zip(tl.ids, tl.start_s, tl.end_s, strict=True)
-        if g[i._replace(step=0)].lane is Lane.BULK
-    ]
     tiny = f"a model of {model.n_layers} layers {model.hidden} wide"
-    return {
-        "launch_s": (
-            period_s / launches,
-            f"the fastest of {_LEAST_STEPS} steps of {tiny}, over the {launches} launches on its "
-            "longest chain,",
-        ),
-        "copy_latency_s": (undisturbed(copies), f"a copy in {tiny}"),
-    }
-
-
-def chain_launches(g: TaskGraph) -> int:
-    """Launches on the chain of a step that has most of them; copies and the CPU launch none."""
-    most: dict[TaskId, int] = {}
-    for task in g.tasks:
-        before = [most[e.src] for e in g.preds[task.id] if e.reason.distance == 0]
-        counts = task.work is not None and task.lane not in (Lane.BULK, Lane.CPU)
-        own = task.work.launches if counts and task.work is not None else 0
-        most[task.id] = own + max(before, default=0)
-    return max(most.values())
+    how = f"the fastest of {_LEAST_STEPS} steps of {tiny}, over its {len(g)} tasks,"
+    return {"task_s": (period_s / len(g), how)}
 
 
 def _name(dtype: torch.dtype) -> str:

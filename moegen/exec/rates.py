@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.exec import attention
-from moegen.exec.lanes import attention_pool
+from moegen.exec.lanes import attention_pool, empty_host
 from moegen.exec.pinning import Pins, host_buffer
 from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed, without_grad
 from moegen.exec.transfer import CpuTransfer, Transfer, transfer_for
@@ -30,6 +30,7 @@ from moegen.graph.task import Lane
 Found = dict[str, tuple[Any, str]]
 
 ROUNDS = 3
+_FLOOR_RUNS = 100
 LONGEST_S = 0.25  # of a product: beyond it the curve stays flat
 LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _UNCACHED_BYTES = 96 << 20
@@ -201,6 +202,7 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
     by = f"torch's {torch.get_num_threads()} thread(s)"
     found: Found = {}
     with Bench(device) as bench:
+        found |= floors(bench)
         products = Products(dtype, device, 768, 1024)
         data = host_buffer(128 << 20)
         data.zero_()
@@ -232,6 +234,26 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
     return found
 
 
+def floors(bench: Bench) -> Found:
+    """What a kernel and a copy take that have next to nothing to do."""
+    here = torch.zeros(64, device=bench.device)
+    there = empty_host(64, dtype=here.dtype, device=bench.device)
+
+    def kernels() -> None:
+        for _ in range(_FLOOR_RUNS):
+            here.add_(1)
+
+    def copied() -> None:
+        for _ in range(_FLOOR_RUNS):
+            here.copy_(there, non_blocking=True)
+
+    how = f"{_FLOOR_RUNS} one after the other, of 64 numbers"
+    return {
+        "launch_s": (bench.seconds(Lane.GPU, kernels) / _FLOOR_RUNS, f"kernels, {how}"),
+        "copy_latency_s": (bench.seconds(Lane.BULK, copied) / _FLOOR_RUNS, f"copies, {how}"),
+    }
+
+
 def copies(data: Tensor, nbytes: int) -> tuple[Work, Work]:
     """A copy of ``nbytes`` out of host memory to a slot that a cache may hold, and one back."""
     slots = itertools.cycle(torch.zeros(4, nbytes, dtype=torch.uint8))
@@ -252,6 +274,7 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
     kind = f"pageable ({problem})" if problem else "pinned"
     try:
         with Bench(device) as bench:
+            found |= floors(bench)
             products = Products(dtype, device, 4096, 8192)
             found |= product_curve(bench, products, (1, 64, 256, 1024, 4096))
             del products

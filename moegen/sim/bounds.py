@@ -96,7 +96,8 @@ def bound(g: TaskGraph, cost: CostModel) -> Bound:
     The largest of: each lane's work, each resource's demand over its capacity (both lanes
     that use the link together), and the longest chain of DATA edges that one step must go
     through before the next one can (in decode: layers times the chain of one layer).
-    n steps take at least n times as long.
+    n steps take at least n times as long. It is the machine's: the executor's own host code
+    (``HardwareSpec.task_s``) is not in it.
 
     Parameters
     ----------
@@ -114,6 +115,7 @@ def bound(g: TaskGraph, cost: CostModel) -> Bound:
             f"the bound is that of one step, but the graph has {g.n_steps}: pass the graph of "
             f"one step"
         )
+    cost = cost.physical()
     seconds: dict[TaskId, float] = {}
     demand: dict[str, float] = defaultdict(float)
     for task in g:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from moegen.errors import GraphError, InvalidInput
@@ -14,8 +14,9 @@ from moegen.graph.task import Lane, Task, TaskId, Work
 if TYPE_CHECKING:
     from moegen.graph.hardware import HardwareSpec
 
-#: What lanes share. GPU and CPU are counted in seconds of the whole device, the rest in bytes.
-RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu")
+#: What lanes share. GPU, CPU and the executor's host code ("issue") are counted in seconds of the
+#: whole, the rest in bytes.
+RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu", "issue")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class CostModel(ABC):
     def seconds(self, task: Task) -> float:
         """Duration of ``task`` run alone."""
         return self.estimate(task).seconds
+
+    def physical(self) -> CostModel:
+        """The same without what is the executor's own: what bounds are measured against."""
+        return self
 
     def loads(self, cost: Cost) -> dict[str, float]:
         """Units per second that a task of this cost draws at full speed.
@@ -117,7 +122,8 @@ class Roofline(CostModel):
     launch for each kernel; a bulk copy its latency plus bytes over the link; a zero-copy kernel
     (lanes KV and ACT) a launch plus bytes at the zero-copy rate, never above the link's;
     CPU attention the longer of reading its KV and of its arithmetic. Whatever touches host
-    memory, copies too, is never faster than host memory gives its bytes.
+    memory, copies too, is never faster than host memory gives its bytes. Where the machine's
+    ``task_s`` is known, no task is shorter, and all lanes share the one thread that takes it.
 
     Parameters
     ----------
@@ -133,6 +139,7 @@ class Roofline(CostModel):
             "d2h": float(hw.d2h_bytes_per_s),
             "host_memory": float(hw.host_bytes_per_s),
             "cpu": 1.0,
+            "issue": 1.0,
         }
         self._duplex = _with_duplex(self._full, hw.duplex_bytes_per_s)
 
@@ -141,6 +148,9 @@ class Roofline(CostModel):
 
     def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
         return self._duplex if "h2d" in in_use and "d2h" in in_use else self._full
+
+    def physical(self) -> CostModel:
+        return self if self.hw.task_s is None else Roofline(replace(self.hw, task_s=None))
 
     def estimate(self, task: Task) -> Cost:
         work = task.work
@@ -152,7 +162,10 @@ class Roofline(CostModel):
         if work.empty:
             return Cost(0.0, "roofline")
         seconds = self._overhead(task.lane, work) + max(self._terms(task, work))
+        issue_s = self.hw.task_s or 0.0
+        seconds = max(seconds, issue_s)
         demands = {
+            "issue": issue_s,
             "h2d": work.h2d_bytes,
             "d2h": work.d2h_bytes,
             "host_memory": work.host_bytes + work.h2d_bytes + work.d2h_bytes,
