@@ -77,26 +77,30 @@ def number(
     InvalidInput
         Naming ``what`` and the value.
     """
-    bound = ""
-    if above is not None:
-        bound = f" above {above:g}"
-    elif at_least is not None:
-        bound = f" of at least {at_least:g}"
-    wanted = f"{what} must be a finite number{bound}, got {_short(value)}"
+    # The message is made when it is needed: a simulation checks millions of numbers.
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidInput(wanted)
+        raise InvalidInput(_wanted_number(what, above, at_least, value))
     real: Any = value
     try:
         result = float(real)
     except OverflowError:
-        raise InvalidInput(wanted) from None
+        raise InvalidInput(_wanted_number(what, above, at_least, value)) from None
     if (
         not math.isfinite(result)
         or (above is not None and result <= above)
         or (at_least is not None and result < at_least)
     ):
-        raise InvalidInput(wanted)
+        raise InvalidInput(_wanted_number(what, above, at_least, value))
     return result
+
+
+def _wanted_number(what: str, above: float | None, at_least: float | None, value: Any) -> str:
+    bound = ""
+    if above is not None:
+        bound = f" above {above:g}"
+    elif at_least is not None:
+        bound = f" of at least {at_least:g}"
+    return f"{what} must be a finite number{bound}, got {_short(value)}"
 
 
 def _wanted(what: str, at_least: int, value: Any) -> str:

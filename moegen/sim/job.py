@@ -22,8 +22,8 @@ from moegen.timeline import Timeline
 
 # An estimate is for someone who waits: how much of a job is simulated to make it. Of a deep
 # model a few layers, so that a step has about so many tasks; of a long job a few of its steps.
-TASKS_PER_STEP, LEAST_REPEATS = 150, 4
-TASKS_IN_ALL, LEAST_ANCHORS = 9_000, 5
+TASKS_PER_STEP, LEAST_REPEATS = 250, 4
+TASKS_IN_ALL, LEAST_ANCHORS = 10_000, 6
 # Steps simulated for one step's time: the first finds nothing prefetched, the last is followed
 # by none, the one between them is like those of a long run.
 STEPS = 3
@@ -210,7 +210,7 @@ def _decode(
     first = clock.graph(s, "decode", layouts[0].past.tolist())
     anchors = max(LEAST_ANCHORS, TASKS_IN_ALL // (STEPS * len(first)))
     sizes = np.log([(len(layout.left), layout.tokens.mean()) for layout in layouts])
-    some, stands_for = _representatives(sizes, steps, max(2, anchors // ANCHORS_OF_RUN))
+    some, stands_for = _representatives(sizes, steps, anchors // ANCHORS_OF_RUN)
     first_s, next_s = np.array([_run(clock, s, layouts[i]) for i in some])[stands_for].T
     return float((first_s + (steps - 1) * next_s).sum()), int(steps.sum())
 
