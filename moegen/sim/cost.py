@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 #: What lanes share. GPU, CPU and the executor's host code ("issue") are counted in seconds of the
 #: whole, the rest in bytes.
 RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu", "issue")
+# A task of so many times the host code's own time hides it.
+_HIDES = 4
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Roofline(CostModel):
     (lanes KV and ACT) a launch plus bytes at the zero-copy rate, never above the link's;
     CPU attention the longer of reading its KV and of its arithmetic. Whatever touches host
     memory, copies too, is never faster than host memory gives its bytes. Where the machine's
-    ``task_s`` is known, no task is shorter, and all lanes share the one thread that takes it.
+    ``task_s`` is known, no task is shorter, and short ones share the one thread that it takes
+    with those of all lanes.
 
     Parameters
     ----------
@@ -163,9 +166,11 @@ class Roofline(CostModel):
             return Cost(0.0, "roofline")
         seconds = self._overhead(task.lane, work) + max(self._terms(task, work))
         issue_s = self.hw.task_s or 0.0
+        # A longer task is issued while the one before it runs, and slows nobody.
+        issues = seconds < _HIDES * issue_s
         seconds = max(seconds, issue_s)
         demands = {
-            "issue": issue_s,
+            "issue": issue_s if issues else 0.0,
             "h2d": work.h2d_bytes,
             "d2h": work.d2h_bytes,
             "host_memory": work.host_bytes + work.h2d_bytes + work.d2h_bytes,
