@@ -43,9 +43,10 @@ _BINDS = {
     "resource host_memory": ("host memory", "#8c6bb1"),
     "resource gpu": ("GPU", "#f16913"),
     "resource cpu": ("CPU attention", "#08519c"),
+    "resource issue": ("host code of the executor", "#7f7f7f"),
     "chain": ("chain of one layer", "#c51b8a"),
 }
-_OTHER_BINDS = ("#7f7f7f", "#17becf", "#bcbd22")
+_OTHER_BINDS = ("#17becf", "#bcbd22", "#e377c2")
 _LINES = ("#1f3b57", "#c0392b", "#1b7f5c", "#8e44ad", "#b9770e", "#2e86c1", "#566573")
 _MARKERS = "osv^Dp*hX"
 
