@@ -19,6 +19,8 @@ def told(shown: Shown) -> Iterator[str]:
 
     yield from closing(shown.report, shown.folder / "answers.jsonl")
     yield ""
+    if not shown.report.on_gpu:
+        yield "CPU threads stand in here for the GPU and for the link, and share the cores."
     yield f"Predicted against measured: {shown.comparison}"
     yield ""
     yield f"In {shown.folder}:"
@@ -70,13 +72,16 @@ def _bound(shown: Shown) -> str:
     plan, curve = shown.report.resolved, shown.curve
     assert plan is not None
     omega = plan.plan.decode.omega
-    predicted = curve[curve["source"] == "predicted"].set_index("omega")["decode_tokens_per_s"]
-    measured = curve[curve["source"] == "measured"].set_index("omega")["decode_tokens_per_s"]
+    speeds = {
+        source: rows.set_index("omega")["decode_tokens_per_s"]
+        for source, rows in curve.groupby("source")
+    }
+    predicted, measured = speeds["predicted"], speeds["measured"]
     share = shown.bound.seconds / shown.comparison.measured_period_s
     return (
-        f"A step cannot be shorter than {format_seconds(shown.bound.seconds)} "
-        f"({share:.0%} of what it took) because of {part(shown.bound.binds)}; of all ω the "
-        f"prediction likes {predicted.idxmax():g} best ({predicted.max():.0f} tokens/s), the "
-        f"measured points {measured.idxmax():g} ({measured.max():.0f}), and the plan took "
-        f"{omega:g} ({predicted[omega]:.0f} predicted)."
+        f"No step is shorter than {format_seconds(shown.bound.seconds)}, {share:.0%} of what it "
+        f"took, because of {part(shown.bound.binds)}. The plan took ω = {omega:g} (the share of "
+        f"attention on the CPU): {predicted[omega]:.1f} tokens/s predicted, of at most "
+        f"{predicted.max():.1f} at {predicted.idxmax():g}; the best of {len(measured)} measured "
+        f"points was {measured.max():.1f} at {measured.idxmax():g}."
     )
