@@ -3,132 +3,107 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
+import tomllib
 
 import matplotlib
 import pytest
-import typer.main
 
-from moegen.cli import app
+from moegen.cli import main
 from moegen.graph.hf_files import catalogue
-from moegen.graph.requests import read_requests
+from tests.documents import COMMANDS, ROOT, Document, all_options, parse
 
 matplotlib.use("agg")
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-
-
-def blocks(language: str) -> list[str]:
-    return [text for name, text in BLOCKS if name == language]
-
-
-def shell_lines() -> list[str]:
-    lines = "".join(blocks("sh")).splitlines()
-    return [line for line in lines if line.strip() and not line.startswith("#")]
-
-
-MOEGEN = [line for line in shell_lines() if line.startswith("moegen ")]
-
-
-def command_of(line: str):
-    words = shlex.split(line, comments=True)
-    return typer.main.get_command(app).commands[words[1]], words[2:]
+README = Document("README.md")
 
 
 def test_python_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, look = blocks("python")
-    names: dict = {}
-    exec(compile(code, "README.md", "exec"), names)
+    (code,) = README.code("python")
+    exec(compile(code, "README.md", "exec"), {})
     said = capsys.readouterr().out
-    names["timeline"].save("t.json")
-    exec(compile(look, "README.md", "exec"), {})
-    assert (tmp_path / "step.png").exists() and (tmp_path / "trace.json").exists()
-    assert "(0, 1, 2, 3)" in capsys.readouterr().out
     tokens, bound = map(int, re.search(r"(\d+) tokens/s, bound (\d+)", said).groups())
     assert 0 < tokens <= bound
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("line", MOEGEN)
+@pytest.mark.parametrize("line", README.moegen)
 def test_commands_and_their_options_exist(line):
-    command, arguments = command_of(line)
-    context = command.make_context("moegen", list(arguments), resilient_parsing=False)
-    assert context.command is command
+    parse(line)
 
 
-@pytest.mark.parametrize("line", [x for x in MOEGEN if x.split()[1] not in ("run", "demo")])
-def test_commands_that_need_no_checkpoint_run(line, tmp_path):
-    words = [sys.executable, "-c", "from moegen.cli import main; main()", *shlex.split(line)[1:]]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+WHAT_IF = ("inspect", "memory", "plan", "simulate")
 
 
-def test_every_kind_of_line_is_there():
-    assert {line.split()[1] for line in MOEGEN} == set(typer.main.get_command(app).commands)
+@pytest.mark.parametrize("line", [x for x in README.moegen if x.split()[1] in WHAT_IF])
+def test_commands_that_need_no_checkpoint_run(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_:
+        main(shlex.split(line)[1:])
+    said = capsys.readouterr()
+    assert exit_.value.code == 0, said.err
+    assert said.out
+
+
+def test_every_command_is_shown():
+    assert {line.split()[1] for line in README.moegen} == set(COMMANDS)
+
+
+def test_it_is_short():
+    code, shell = README.code("python"), README.code("sh")
+    assert len(code[0].strip().splitlines()) <= 13
+    assert [len(text.splitlines()) for text in shell][0] == 2
+    assert sum(len(text.splitlines()) for text in shell) <= 12
+    assert len(re.findall(r"!\[", README.text)) == 1
 
 
 def test_options_named_in_the_text_exist():
-    known = {
-        option
-        for command in typer.main.get_command(app).commands.values()
-        for parameter in command.params
-        for option in parameter.opts
-    }
-    text = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
-    named = set(re.findall(r"`(--[A-Za-z-]+)[^`]*`", text))
-    assert named and named <= known
-
-
-def test_every_knob_is_in_the_glossary():
-    from dataclasses import fields
-
-    from moegen.graph.strategy import Strategy
-
-    rows = dict(re.findall(r"^\|.* \| `(\w+)`, `(--[\w-]+)` \|", README, re.MULTILINE))
-    assert rows == {f.name: f"--{f.name.replace('_', '-')}" for f in fields(Strategy)}
+    assert README.options <= all_options()
 
 
 def test_the_line_of_an_answer_is_one():
-    (text,) = [x for x in blocks("") if x.startswith("{")]
+    (text,) = [x for x in README.code("") if x.startswith("{")]
     keys = ["id", "text", "prompt_tokens", "completion_tokens", "finish_reason"]
     assert list(json.loads(text)) == keys
+    (said,) = [x for x in README.shell if x.startswith("echo ")]
+    request = json.loads(shlex.split(said)[1])
+    assert request["id"] == json.loads(text)["id"]
+    assert request["max_tokens"] == json.loads(text)["completion_tokens"]
 
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"^make ([a-z]+)", "\n".join(shell_lines()), re.MULTILINE))
-    assert named == {"install", "test"} and named <= targets
+    assert README.make_targets == {"demo", "test"} <= targets
 
 
-def test_extras_exist():
-    import tomllib
-
+def test_the_python_that_is_asked_for_is_the_projects():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = set(re.findall(r"pip install '\.\[(\w+)\]'", README))
-    assert named and named <= project["optional-dependencies"].keys()
+    (version,) = re.findall(r"Python (\d\.\d+) or newer", README.prose)
+    assert project["requires-python"] == f">={version}"
 
 
-def test_paths_of_the_layout_and_links_exist():
-    (layout,) = [x for x in blocks("") if x.startswith("moegen/")]
+def test_the_layout_is_that_of_the_package():
+    (layout,) = [x for x in README.code("") if x.startswith("moegen/")]
     paths = [line.split()[0] for line in layout.splitlines()]
-    paths += re.findall(r"\]\((?!https?:)([^)]+)\)", README)
-    paths += re.findall(r"`((?:docs|benchmarks|notebooks)/[^`]*)`", README)
-    assert len(paths) > 12
     assert [p for p in paths if not (ROOT / p).exists()] == []
+    there = {
+        f"moegen/{path.name}{'/' if path.is_dir() else ''}"
+        for path in (ROOT / "moegen").iterdir()
+        if path.name not in ("__init__.py", "__pycache__", "py.typed")
+    }
+    assert {p for p in paths if p.startswith("moegen/")} == there
+
+
+def test_links_and_paths_exist():
+    assert README.broken_links() == []
+    paths = re.findall(r"`((?:docs|benchmarks|notebooks|moegen)/[^`]*)`", README.prose)
+    assert paths and [p for p in paths if not (ROOT / p).exists()] == []
 
 
 def test_measured_numbers_are_those_of_the_report():
-    (said,) = re.findall(r"What was measured is in .*", README)
+    (said,) = re.findall(r"What was measured is in .*", README.text)
     report = (ROOT / "benchmarks/h200/REPORT.md").read_text(encoding="utf-8")
     numbers = re.findall(r"\d+\.\d+%", said)
     assert len(numbers) == 2
@@ -144,14 +119,8 @@ def _percent(text: str) -> float:
     return float(text.removesuffix("%"))
 
 
-def test_example_requests_are_good(tmp_path):
-    (text,) = blocks("json")
-    (tmp_path / "requests.jsonl").write_text(text, encoding="utf-8")
-    assert [r.id for r in read_requests(tmp_path / "requests.jsonl")] == ["paris", "chat"]
-
-
 def models_in_the_row(title: str) -> set[str]:
-    row = re.search(rf"^\| {title} \| (.*) \|$", README, re.MULTILINE)
+    row = re.search(rf"^\| {title} \| (.*) \|$", README.prose, re.MULTILINE)
     assert row is not None
     return set(row[1].split(", "))
 
@@ -170,11 +139,11 @@ def test_the_models_said_to_run_are_those_of_families_that_run():
     runs = {n for n in catalogue() if ModelSpec.from_pretrained(n).model_type in FAMILIES}
     assert models_in_the_row("runs and plans") == runs
     for family in FAMILIES:
-        assert f"`{family}`" in README
+        assert f"`{family}`" in README.prose
 
 
 def test_machines_named_are_in_the_catalogue():
     from moegen.graph import hardware
 
-    (said,) = re.findall(r"Machines in the catalogue: (.*?)\. `", README)
+    (said,) = re.findall(r"Machines in the catalogue: (.*?)\. ", README.prose)
     assert set(re.findall(r"\b(?:c\d|h\d+)\b", said)) == set(hardware.catalogue())
