@@ -170,3 +170,20 @@ def distinct_features(vocab: int, seed: int = 3) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     ranks = torch.rand(vocab, 8, generator=g).argsort(dim=1)
     return (ranks - 3.5) / 2
+
+
+def give_tokenizer(path: Path) -> Path:
+    """Give a checkpoint of 128 tokens a tokenizer: a token for each ASCII character, BOS first."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    vocab = {chr(i): i for i in range(len(special), 128)}
+    vocab |= {token: i for i, token in enumerate(special)}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(path)
+    return path
