@@ -245,7 +245,7 @@ def test_measured_points_are_no_part_of_the_curve(curve):
     (points,) = [line for line in ax.lines if line.get_label() == "measured"]
     assert points.get_linestyle() == "None" and points.get_ydata().tolist() == [90.0, 300.0]
     assert ax.get_ylim()[1] > 300
-    assert "best: 220 tokens/s at ω = 0.6" in texts(ax)  # of what is predicted
+    assert "best predicted: 220 tokens/s at ω = 0.6" in texts(ax)
 
 
 def test_a_hue_has_a_curve_a_value_and_a_marker_a_part(curve):

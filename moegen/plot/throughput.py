@@ -115,7 +115,7 @@ def throughput(
         ax.plot(
             points[x], points[y], "D", mfc="white", mec="black", mew=1.6, ms=8, label="measured"
         )
-    _point_out_best(ax, df, x, y)
+    _point_out_best(ax, df, x, y, "best" if measured is None else "best predicted")
     ax.set_xlabel(_AXES.get(x, x))
     ax.set_ylabel(_AXES.get(y, y))
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
@@ -204,7 +204,7 @@ def _mark(
         ax.plot(own[x], own[y], marker, color=colour, ms=6)
 
 
-def _point_out_best(ax: Axes, df: pd.DataFrame, x: str, y: str) -> None:
+def _point_out_best(ax: Axes, df: pd.DataFrame, x: str, y: str, what: str) -> None:
     lowest = y.endswith("_s") and not y.endswith("_per_s")
     xs, ys = np.asarray(df[x], dtype=float), np.asarray(df[y], dtype=float)
     best = int(ys.argmin() if lowest else ys.argmax())
@@ -214,7 +214,7 @@ def _point_out_best(ax: Axes, df: pd.DataFrame, x: str, y: str) -> None:
     share = (at - left) / (right - left)
     ax.plot(at, value, "*", color="#c0392b", mec="white", mew=0.8, ms=17, zorder=4)
     ax.annotate(
-        f"best: {_short(value)}{unit} at {_SYMBOLS.get(x, x)} = {at:g}",
+        f"{what}: {_short(value)}{unit} at {_SYMBOLS.get(x, x)} = {at:g}",
         (at, value),
         (0, 9),
         textcoords="offset points",
