@@ -73,3 +73,14 @@ def test_a_refusal_says_what_is_left_free():
     model, hw = ModelSpec.from_pretrained("mixtral-8x7b"), HardwareSpec.from_name("c2")
     with pytest.raises(Infeasible, match="gpu memory.*10% of the memory is left free"):
         sound_plan(model, hw.with_(gpu_memory_bytes=GIB), WORK)
+
+
+def test_a_wave_of_many_prompts_comes_before_weights_that_stay():
+    """Each wave copies what does not stay: fewer waves save more than a few weights kept."""
+    model, work = ModelSpec.from_pretrained("mixtral-8x7b"), Workload.uniform(64, 512, 64)
+    hw = HardwareSpec.from_name("c2").with_(gpu_memory_bytes=9 * GIB)
+    plan = sound_plan(model, hw, work)
+    kept = plan.prefill.with_(s_params=plan.decode.s_params)
+    assert plan.decode.s_params > 0
+    assert not memory(model, hw, kept, work, phase="prefill").gpu.fits
+    assert plan.prefill.B == 64 and plan.prefill.s_params < plan.decode.s_params

@@ -138,7 +138,7 @@ def _spend(
 
 def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> Strategy:
     """ω where the busier of the link and the CPU is least busy."""
-    streamed = max(0, model.weight_bytes - model.head_bytes - s.s_params)
+    streamed = _streamed(model, s)
     kv = work.longest(s.B) * model.kv_bytes_per_token
 
     def busiest(omega: float) -> float:
@@ -157,14 +157,29 @@ def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strateg
     base = decode.with_(omega=0.0, fetch="all")
     longest = max(1, work.max_prompt_len)
     wanted = max(1, min(decode.B, PREFILL_TOKENS // longest))
-    shares = ((decode.s_expert, decode.s_params), (decode.s_expert, 0), (0, 0))
-    for s_expert, s_params in shares:
-        for rows in (wanted, max(1, wanted // 4), 1):
-            part = max(1, min(rows, 4096 // longest))
-            for tile in (decode.b_e, 256):
-                s = base.with_(B=rows, b_a=part, b_e=tile, s_expert=s_expert, s_params=s_params)
-                if memory(model, hw, s, work, phase="prefill").gpu.fits:
-                    return s
+    shares = (
+        (decode.s_expert, decode.s_params),
+        (decode.s_expert, decode.s_params // 2),
+        (decode.s_expert, 0),
+        (0, 0),
+    )
+    waves = dict.fromkeys(max(1, wanted // part) for part in (1, 2, 4, 16, wanted))
+    fitting = []
+    for (s_expert, s_params), rows in itertools.product(shares, waves):
+        part = max(1, min(rows, 4096 // longest))
+        for tile in dict.fromkeys((decode.b_e, min(decode.b_e, 256))):
+            s = base.with_(B=rows, b_a=part, b_e=tile, s_expert=s_expert, s_params=s_params)
+            if memory(model, hw, s, work, phase="prefill").gpu.fits:
+                fitting.append(s)
+                break
+    if fitting:
+        # Every wave copies what does not stay on the GPU; of equals the first.
+        return min(fitting, key=lambda s: -(-decode.B // s.B) * _streamed(model, s))
     s = base.with_(B=1, b_a=1, b_e=256, s_expert=0, s_params=0)
     memory(model, hw, s, work, phase="prefill").gpu.require()
     return s
+
+
+def _streamed(model: ModelSpec, s: Strategy) -> int:
+    """Bytes of weights that a step copies to the GPU."""
+    return max(0, model.weight_bytes - model.head_bytes - s.s_params)
