@@ -50,7 +50,7 @@ def test_a_phase_goes_at_its_own_speed_once_it_is_measured(pace):
     pace.on_step(_step("decode", 2, 4, 1.0, 0.5))
     assert pace.left_s == pytest.approx(1.0 + 10 * 0.5)
     assert pace.tokens_per_s == pytest.approx(4.0)
-    assert str(pace) == "0/4 rows, 4/21 tokens, 4.0 tokens/s, 6.00 s left"
+    assert str(pace) == "0/4 rows, 4/21 tokens, 4.0 tokens/s, 6 s left"
 
 
 def test_a_row_that_ends_early_takes_its_share_out(pace):

@@ -143,7 +143,9 @@ def test_predictions_are_for_the_limits_before_and_for_what_came_out_after(
     assert seen == [(engine.model, [3, 5], [4, 4]), (engine.model, [3, 5], [3, 4])]
     assert "Time:    at most 3.00 s expected" in said
     # Prefill 1 s and decode 4 s were measured.
-    assert "  Time     5.00 s, predicted for these answers 3.00 s (-40%)" in said
+    assert "  Time     5.00 s, predicted for these answers 3.00 s (-40%)\n" in said
+    assert "           prefill 1.00 s, predicted 1.00 s (+0%)\n" in said
+    assert "           decode 4.00 s, predicted 2.00 s (-50%)\n" in said
 
 
 def test_the_plan_is_told_before_anything_runs(job, engine, monkeypatch):

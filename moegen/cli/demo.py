@@ -42,6 +42,11 @@ def demo(
     Makes a checkpoint that speaks English, unless it is there already, and runs it with so little
     GPU memory that its weights stream. The results folder then holds the answers, tables, pictures
     and a trace. Exit 1 if a text is not what the model says when transformers runs it.
+
+    Examples::
+
+        moegen demo
+        moegen demo --folder results --device cpu
     """
     from moegen.demo.show import show
 

@@ -122,13 +122,9 @@ def _against_the_plan(report: Report) -> Iterator[str]:
         f"  Loading  {loaded / 1e9:.2f} GB in {format_seconds(load_s)}, "
         f"{loaded / load_s / 1e9:.2f} GB/s"
     )
-    off = "" if report.error is None else f" ({report.error:+.0%})"
-    yield (
-        f"  Time     {format_seconds(report.measured_s)}, predicted for these answers "
-        f"{format_seconds(predicted.time_s)}{off}: prefill {format_seconds(summary.prefill_s)}, "
-        f"predicted {format_seconds(predicted.prefill_s)}; decode "
-        f"{format_seconds(summary.decode_s)}, predicted {format_seconds(predicted.decode_s)}"
-    )
+    yield f"  Time     {_held(report.measured_s, predicted.time_s, 'predicted for these answers')}"
+    yield f"           prefill {_held(summary.prefill_s, predicted.prefill_s)}"
+    yield f"           decode {_held(summary.decode_s, predicted.decode_s)}"
     yield f"  Rates    {rates(report.prepared.hardware)}"
     host, gpu = report.memory["host"], report.memory["gpu"]
     at_peak, in_host = host["peak_bytes"], host["in_host_bytes"]
@@ -142,6 +138,11 @@ def _against_the_plan(report: Report) -> Iterator[str]:
             f"           both lie in host memory: {format_bytes(in_host)} planned, "
             f"{_peak(at_peak)} at its peak"
         )
+
+
+def _held(measured_s: float, predicted_s: float, predicted: str = "predicted") -> str:
+    off = f" ({predicted_s / measured_s - 1:+.0%})" if measured_s and predicted_s else ""
+    return f"{format_seconds(measured_s)}, {predicted} {format_seconds(predicted_s)}{off}"
 
 
 def _peak(n: int | None) -> str:

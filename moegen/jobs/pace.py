@@ -95,8 +95,12 @@ class Pace:
 
     def __str__(self) -> str:
         kind = "prompt tokens/s" if self.phase == "prefill" else "tokens/s"
-        left = f", {format_seconds(self.left_s)} left" if self.tokens_done < self.tokens else ""
+        left = f", {_about(self.left_s)} left" if self.tokens_done < self.tokens else ""
         return (
             f"{self.rows_done}/{self.rows} rows, {self.tokens_done}/{self.tokens} tokens, "
             f"{self.tokens_per_s:.1f} {kind}{left}"
         )
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else format_seconds(seconds)
