@@ -56,6 +56,9 @@ class FakeEngine:
         prepared.notes = cls.prepared_notes
         return prepared
 
+    def require_weights(self):
+        self.calls.append({"weights": "fit"})
+
     def resolve(self, work):
         self.calls.append({"work": work})
         if self.refuses is not None:

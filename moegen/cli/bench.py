@@ -12,7 +12,7 @@ import typer
 import moegen as mg
 from moegen import jobs
 from moegen.cli import words
-from moegen.cli.console import MEASURING, Loading, patience, print_json, say, warn
+from moegen.cli.console import CHOOSING, Loading, patience, print_json, say, warn
 from moegen.cli.flags import (
     Device,
     Dtype,
@@ -125,7 +125,7 @@ def bench(
     with jobs.enough_memory():
         whole, prepared, load = _prepare(model, layers, load_format, given, options)
         prepared.require_weights()
-        with patience(MEASURING):
+        with patience(CHOOSING):
             plan = plan_for_layers(prepared, whole, work)
             rates = words.rates(prepared.hardware)
         name = f" ({prepared.hardware.gpu_name})" if prepared.device.type == "cuda" else ""

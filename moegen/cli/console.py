@@ -40,8 +40,8 @@ def patience(text: str, after_s: float = 1.0) -> Iterator[None]:
         timer.cancel()
 
 
-# What may take seconds while a plan is chosen.
-MEASURING = "Measuring this machine's rates: once, they are kept ..."
+# On a machine's first run this takes some seconds.
+CHOOSING = "Choosing a plan. A machine's rates are measured on its first run, and kept ..."
 
 
 class Bar:

@@ -14,7 +14,7 @@ import typer
 
 import moegen as mg
 from moegen import jobs
-from moegen.cli.console import MEASURING, Bar, Loading, patience, print_json, say, warn
+from moegen.cli.console import CHOOSING, Bar, Loading, patience, print_json, say, warn
 from moegen.cli.flags import (
     Device,
     Dtype,
@@ -123,7 +123,7 @@ def _answer(report: jobs.Report, out: jobs.Output, timeline: Path | None) -> Non
     prepared, job = report.prepared, report.job
     warn(report.note(prepared.notes))
     with jobs.enough_memory():
-        with patience(MEASURING):
+        with patience(CHOOSING):
             resolved = report.resolve()
         say(*opening(report))
         start_s = time.perf_counter()
@@ -134,7 +134,8 @@ def _answer(report: jobs.Report, out: jobs.Output, timeline: Path | None) -> Non
         warn(report.note(engine.notes))
         assert report.expected is not None
         pace = jobs.Pace(job, resolved.plan, report.expected)
-        with Bar("prefill") as bar:
+        with Bar(pace.phase) as bar:
+            bar.update(0, pace.tokens, str(pace))
 
             def on_step(step: StepReport) -> None:
                 pace.on_step(step)

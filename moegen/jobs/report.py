@@ -69,6 +69,7 @@ class Report:
         Infeasible
             If nothing fits; nothing has been loaded then.
         """
+        self.prepared.require_weights()  # before the machine is measured for a plan
         self.resolved = self.prepared.resolve(self.job.work)
         self.expected = self._estimate(self.job.limits)
         return self.resolved
