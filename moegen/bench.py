@@ -162,8 +162,10 @@ def _measure(engine: Engine, graph: TaskGraph, tokens: int, hw: HardwareSpec, st
 
 
 def _reached(timeline: Timeline, hw: HardwareSpec) -> tuple[Reached, ...]:
-    steps = len(timeline.steps)
+    """Over the steps that make the period: all but the first and the last, if there are more."""
+    steps = timeline.steps[1:-1] or timeline.steps
     frame: Any = timeline.to_frame()
+    frame = frame[frame["step"].isin(steps)]
     found = []
     for name, unit, rate, columns in _RESOURCES:
         lane = _LANES.get(name)
@@ -177,9 +179,9 @@ def _reached(timeline: Timeline, hw: HardwareSpec) -> tuple[Reached, ...]:
             Reached(
                 name,
                 unit,
-                per_step=work / steps,
-                per_s=work / steps / timeline.period_s,
-                busy_share=busy_s / timeline.makespan_s,
+                per_step=work / len(steps),
+                per_s=work / len(steps) / timeline.period_s,
+                busy_share=busy_s / len(steps) / timeline.period_s,
                 busy_per_s=work / busy_s,
                 rate=float(getattr(hw, rate)),
             )

@@ -49,9 +49,13 @@ def test_both_phases_are_measured_and_held_to_the_bound(folder, tmp_path, capsys
         assert phase["error"] == pytest.approx(phase["predicted_s"] / phase["measured_s"] - 1)
     frame = timeline.to_frame()
     attention = decode["reached"]["CPU attention"]
-    cpu = frame[frame.lane == "CPU"]
-    assert attention["per_step"] == pytest.approx(cpu.host_bytes.sum() / 3)
+    cpu = frame[(frame.lane == "CPU") & (frame.step == 1)]  # of three, the one that counts
+    assert attention["per_step"] == pytest.approx(cpu.host_bytes.sum())
     assert attention["busy_per_s"] == pytest.approx(cpu.host_bytes.sum() / cpu.duration_s.sum())
+    for phase in (prefill, decode):
+        for r in phase["reached"].values():
+            assert r["per_s"] == pytest.approx(r["busy_share"] * r["busy_per_s"])
+            assert r["per_s"] == pytest.approx(r["per_step"] / phase["measured_s"])
     assert "CPU attention" not in prefill["reached"]
 
     code, out, err = _main(capsys, line)
