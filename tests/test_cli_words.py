@@ -1,0 +1,67 @@
+"""What people read: where rates come from, bars, and words of patience."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+
+import moegen as mg
+from moegen.cli import console, words
+from moegen.jobs.report import RATES, machine
+from moegen.sim.bounds import bound
+
+
+def _measured(*names):
+    hw = mg.HardwareSpec.from_name("c2")
+    how = {name: f"measured: so and so on 2026-01-0{1 + (name == 'gpu_flops')}" for name in names}
+    return mg.HardwareSpec(
+        **{f: getattr(hw, f) for f in hw.__dataclass_fields__ if f != "source"},
+        source=dict.fromkeys(RATES, "assumed: a guess") | how,
+    )
+
+
+def test_rates_say_where_they_come_from():
+    assert words.rates(_measured()) == "all assumed"
+    assert words.rates(_measured(*RATES)) == (
+        "all measured on this machine (2026-01-01, 2026-01-02)"
+    )
+    said = words.rates(_measured("h2d_bytes_per_s", "gpu_flops"))
+    assert said.startswith("measured: GPU products, link to the GPU; assumed: GPU memory, ")
+    found = machine(_measured("gpu_flops"))["rates"]
+    assert found.keys() == RATES.keys() and found["gpu_flops"]["source"].endswith("2026-01-02")
+
+
+def test_every_part_of_a_bound_has_words():
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=1)
+    graph = mg.build(model, mg.Strategy(B=2, b_a=1, b_e=4, omega=0.5), kv_len=8)
+    parts = bound(graph, mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))).parts
+    assert {name for name in parts if words.part(name) == name} == set()
+
+
+def test_patience_speaks_only_if_something_takes_its_time(capsys):
+    with console.patience("nothing to see", after_s=60):
+        pass
+    with console.patience("this takes a while", after_s=0.01):
+        time.sleep(0.3)
+    assert capsys.readouterr().err == "this takes a while\n"
+
+
+def test_a_bar_that_was_interrupted_says_how_far_it_came(capsys):
+    with pytest.raises(KeyboardInterrupt), console.Bar("prefill") as bar:
+        bar.update(1, 9, "1/9 rows")
+        bar.update(2, 9, "2/9 rows", "decode")
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "decode  2/9 rows\n"
+
+
+def test_a_terminal_gets_a_bar_that_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with console.Bar("prefill") as bar:
+        bar.update(643, 757, "15/36 rows, 643/757 tokens, 17.5 tokens/s, 15 s left", "decode")
+    said = capsys.readouterr().err
+    assert "15/36 rows, 643/757 tokens, 17.5 tokens/s, 15 s left" in said and "━" in said
