@@ -125,6 +125,18 @@ def _bare(begin: str) -> list[str]:
     return [text for text in QUICKSTART.code("") if text.startswith(begin)]
 
 
+def test_the_demo_leaves_what_is_said():
+    from moegen.demo.results import FILES
+    from moegen.demo.show import PROMPTS
+
+    section = QUICKSTART.prose.partition("## 0. The demo")[2].partition("\n## ")[0]
+    files = set(re.findall(r"`(\w+\.(?:txt|jsonl|csv|png|json))`", section))
+    assert files == set(FILES)
+    folder = next(p.default for p in COMMANDS["demo"].params if "--folder" in p.opts)
+    assert f"`{folder}`" in section and f"`{folder}`" in Document("README.md").prose
+    assert len(read_requests(PROMPTS)) == 36 and "three dozen prompts" in Document("README.md").text
+
+
 def test_exit_codes_are_those_of_the_errors():
     from moegen.errors import Infeasible, MachineError
 

@@ -91,7 +91,7 @@ def test_the_layout_is_that_of_the_package():
     there = {
         f"moegen/{path.name}{'/' if path.is_dir() else ''}"
         for path in (ROOT / "moegen").iterdir()
-        if path.name not in ("__init__.py", "__pycache__", "py.typed")
+        if path.name not in ("__init__.py", "__main__.py", "__pycache__", "py.typed")
     }
     assert {p for p in paths if p.startswith("moegen/")} == there
 
