@@ -62,9 +62,10 @@ def _predicted(shown: Shown) -> str:
     row = table.loc[worst]
     return (
         f"A decode step was predicted to take {format_seconds(c.predicted_period_s)} and took "
-        f"{format_seconds(c.measured_period_s)} ({c.error:+.0%}); furthest off is {worst} on lane "
-        f"{row['lane']}: {format_seconds(row['predicted_s'])} predicted, "
-        f"{format_seconds(row['measured_s'])} measured."
+        f"{format_seconds(c.measured_period_s)}: the prediction was {abs(c.error):.0%} too "
+        f"{'short' if c.error < 0 else 'long'}. Furthest off is {worst} on lane {row['lane']}: "
+        f"{format_seconds(row['predicted_s'])} predicted, {format_seconds(row['measured_s'])} "
+        "measured."
     )
 
 

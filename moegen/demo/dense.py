@@ -58,9 +58,12 @@ def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedT
     from transformers import AutoTokenizer
 
     with _no_bars():
-        return read_llama(gguf, layers), AutoTokenizer.from_pretrained(
-            gguf.parent, gguf_file=gguf.name
-        )
+        model: Any = read_llama(gguf, layers)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    for name in ("bos_token", "eos_token", "pad_token"):  # some versions take others
+        token_id = getattr(model.config, f"{name}_id")
+        setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
+    return model, tokenizer
 
 
 def read_llama(gguf: Path, layers: int | None = None) -> PreTrainedModel:
@@ -139,7 +142,7 @@ def dense_texts(model: Any, tokenizer: Any, requests: Sequence[Request]) -> list
         rows = order[first : first + _ROWS]
         width = max(len(prompts[i]) for i in rows)
         pad = [width - len(prompts[i]) for i in rows]
-        ids = [[tokenizer.pad_token_id] * n + prompts[i] for n, i in zip(pad, rows, strict=True)]
+        ids = [[model.config.pad_token_id] * n + prompts[i] for n, i in zip(pad, rows, strict=True)]
         with torch.inference_mode():
             out = model.generate(
                 input_ids=torch.tensor(ids),
