@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
@@ -208,13 +209,14 @@ def test_a_failure_leaves_the_former_results(tmp_path):
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_an_interrupt_says_that_nothing_changed(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_says_that_nothing_changed(tmp_path, capsys, monkeypatch, sent, code):
     def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(sent)
 
     monkeypatch.setattr(show, "make_checkpoint", interrupted)
     folder = tmp_path / "shown"
-    _, err = _demo(capsys, "--folder", folder, code=130)
+    _, err = _demo(capsys, "--folder", folder, code=code)
     assert f"stopped. {folder} is as it was before." in err
     assert list(tmp_path.iterdir()) == []
 

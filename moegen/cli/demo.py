@@ -12,6 +12,7 @@ import typer
 from moegen.cli import story
 from moegen.cli.console import Bar, Loading, print_json, say
 from moegen.cli.flags import Device, Json
+from moegen.cli.interrupt import interruptible
 from moegen.cli.words import opening
 
 if TYPE_CHECKING:
@@ -50,11 +51,8 @@ def demo(
     """
     from moegen.demo.show import show
 
-    try:
+    with interruptible(lambda: f" {folder} is as it was before."):
         shown = show(folder, _Console(), checkpoint=checkpoint, device=device)
-    except KeyboardInterrupt:
-        say(f"moegen: stopped. {folder} is as it was before.")
-        raise typer.Exit(130) from None
     if as_json:
         print_json(shown.to_dict())
     else:

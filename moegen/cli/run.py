@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +22,7 @@ from moegen.cli.flags import (
     size,
 )
 from moegen.cli.groups import StrategyFlags, grouped
+from moegen.cli.interrupt import interruptible
 from moegen.cli.words import closing, opening
 from moegen.errors import InvalidInput
 from moegen.graph.requests import read_requests
@@ -98,7 +95,7 @@ def run(
     out = jobs.Output(
         output, requests, model=str(model.resolve()), dtype=dtype, max_tokens=max_tokens
     )
-    with _interruptible(out):
+    with interruptible(lambda: out.kept):
         with jobs.enough_memory():
             prepared = engine_class().prepare(
                 model,
@@ -156,27 +153,3 @@ def _save_timeline(engine: mg.Engine, path: Path) -> None:
     decode[0].meta.update(pinned=engine.weights.pinned, notes=list(engine.notes))
     decode[0].save(path)
     say(f"Timeline of {len(decode[0].steps)} decode steps: {path}")
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which batch systems send before they kill: handled as Ctrl-C is."""
-
-
-def _terminate(*_: object) -> None:
-    raise _Terminated
-
-
-@contextmanager
-def _interruptible(out: jobs.Output) -> Iterator[None]:
-    """Leave on Ctrl-C and SIGTERM with what was finished, and say where it is."""
-    handles = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _terminate) if handles else None
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        code = 128 + (signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT)
-        say(f"moegen: stopped.{out.kept}")
-        raise typer.Exit(code) from None
-    finally:
-        if handles:
-            signal.signal(signal.SIGTERM, before)
