@@ -344,7 +344,7 @@ def pick_device(name: str | None) -> torch.device:
         If CUDA is asked for and cannot be used.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
