@@ -132,7 +132,8 @@ def test_evenly_spaced_rows_become_one_batch_and_others_do_not():
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
 @pytest.mark.parametrize("lengths", [MIXED, EQUAL, [1], []])
-def test_threads_change_no_bit(lengths, threads):
+def test_threads_change_no_bit(lengths, threads, monkeypatch):
+    monkeypatch.setattr(attention, "_THREAD_BYTES", 1)
     torch.manual_seed(0)
     rows = views(lengths, 2 * 2 * 64) if lengths else []
     q = torch.randn(len(lengths), 8 * 64)
@@ -140,6 +141,22 @@ def test_threads_change_no_bit(lengths, threads):
     with ThreadPoolExecutor(threads) as pool:
         got = attention.decode_rows_threaded(decode, q, rows, pool, threads)
     assert torch.equal(got, attention.decode_rows_threaded(decode, q, rows))
+
+
+def test_little_kv_wakes_few_threads():
+    class Pool(ThreadPoolExecutor):
+        asked = 0
+
+        def submit(self, *args, **kwargs):
+            self.asked += 1
+            return super().submit(*args, **kwargs)
+
+    decode = partial(attention.decode_gqa, n_heads=8, n_kv_heads=2, head_dim=64, scale=0.125)
+    for mib, wanted in ((0.5, 0), (1.5, 2), (3.5, 4), (20, 8)):
+        rows = views([int(mib * 2**20 / (16 * 1024))] * 16, 2 * 2 * 64)  # 1 KiB a token
+        with Pool(8) as pool:
+            attention.decode_rows_threaded(decode, torch.randn(16, 8 * 64), rows, pool, 8)
+            assert pool.asked == wanted, mib
 
 
 def test_threads_share_the_tokens_evenly():
@@ -154,7 +171,9 @@ def test_threads_share_the_tokens_evenly():
         assert max(shares) <= sum(costs) / parts + max(costs)
 
 
-def test_an_error_in_a_thread_reaches_the_caller():
+def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
+    monkeypatch.setattr(attention, "_THREAD_BYTES", 1)
+
     def decode(q, rows):
         raise ValueError("broken row")
 

@@ -154,3 +154,9 @@ def test_host_code_is_one_threads_for_all_lanes_and_no_part_of_the_bound(hw):
     assert bound_s(graph, slow) == bound_s(graph, plain) == 22.0
     with pytest.raises(InvalidInput, match="task_s must be finite and positive"):
         hw.with_(task_s=0)
+
+
+def test_a_row_of_cpu_attention_costs_something_beside_its_kv(hw):
+    work = {"host_bytes": 100, "rows": 3}
+    assert estimate(hw, "attn_cpu", "CPU", **work).seconds == 5.0
+    assert estimate(hw.with_(cpu_row_s=0.25), "attn_cpu", "CPU", **work).seconds == 5.75

@@ -84,3 +84,11 @@ def test_a_wave_of_many_prompts_comes_before_weights_that_stay():
     assert plan.decode.s_params > 0
     assert not memory(model, hw, kept, work, phase="prefill").gpu.fits
     assert plan.prefill.B == 64 and plan.prefill.s_params < plan.decode.s_params
+
+
+def test_rows_that_cost_the_cpu_much_go_to_the_gpu():
+    model = ModelSpec.from_pretrained("mixtral-8x7b")
+    hw = HardwareSpec.from_name("c2")
+    free = sound_plan(model, hw, WORK).decode
+    dear = sound_plan(model, hw.with_(cpu_row_s=1.0), WORK).decode
+    assert dear.omega == 0.0 < free.omega

@@ -22,6 +22,8 @@ from torch import Tensor
 
 # What a row costs beside its tokens, in tokens: keeps one thread from getting all short rows.
 _ROW_OVERHEAD_TOKENS = 16
+# KV that a thread more is worth waking for: with less, threads wait for each other's Python.
+_THREAD_BYTES = 1024 * 1024
 
 
 def prefill(
@@ -131,12 +133,16 @@ def decode_rows_threaded(
     pool: Executor | None = None,
     threads: int = 1,
 ) -> Tensor:
-    """``decode(q, kv_views)`` with the rows split over ``threads`` tasks of ``pool``.
+    """``decode(q, kv_views)`` with the rows split over up to ``threads`` tasks of ``pool``.
 
-    Each task gets neighbouring rows with about the same number of tokens. A row's result
-    does not depend on the split. torch's own threads stay as the caller has set them: 1 is
-    right when ``threads`` is the number of cores.
+    There are fewer where there is little KV. Each task gets neighbouring rows with about the
+    same number of tokens. A row's result does not depend on the split. torch's own threads stay
+    as the caller has set them: 1 is right when ``threads`` is the number of cores.
     """
+    if kv_views:
+        first = kv_views[0]
+        nbytes = sum(map(len, kv_views)) * first[:1].nbytes
+        threads = min(threads, 1 + nbytes // _THREAD_BYTES)
     if pool is None or threads <= 1 or len(kv_views) <= 1:
         return decode(q, kv_views)
     bounds = _balanced([len(kv) + _ROW_OVERHEAD_TOKENS for kv in kv_views], threads)

@@ -30,7 +30,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 
-FORMAT = 2
+FORMAT = 3
 OPTIONAL = "duplex_bytes_per_s"
 #: What a profile holds; capacities and names are `detect`'s.
 RATES = (
@@ -48,6 +48,7 @@ RATES = (
     "host_bytes_per_s",
     "cpu_attn_bytes_per_s",
     "cpu_attn_flops",
+    "cpu_row_s",
 )
 # A model whose step is nothing but its overhead.
 _LEAST = {
@@ -88,9 +89,11 @@ def machine_profile(
       products, and no duplex limit.
     - ``zero_copy_bytes_per_s``: a gather of KV rows, as fetch_kv does it.
     - ``cpu_flops``: the MLP on the CPU.
-    - ``host_bytes_per_s``: all cores summing host memory.
+    - ``host_bytes_per_s``: all cores summing host memory; beside a GPU what they read and what the
+      link carries meanwhile, together.
     - ``cpu_attn_bytes_per_s``: grouped-query decode attention over more KV than caches hold;
-      ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds.
+      ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds; ``cpu_row_s``: a row
+      of next to no KV.
 
     CPU lanes share the cores and the caches: there a product is measured while the weights of
     the next are copied, and what goes on beside products beside them.

@@ -36,6 +36,7 @@ LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _UNCACHED_BYTES = 96 << 20
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
+_SHORT_ROWS = 32
 LATENT_HEADS, LATENT, ROPE, LATENT_CONTEXT = 128, 512, 64, 128
 
 
@@ -130,7 +131,14 @@ def cpu_attention(
         lambda: attention.decode_rows_threaded(latent, q, views, pool, threads),
         beside=beside,
     )
+    attend, _ = grouped(_SHORT_ROWS, dtype, pool, threads, lengths=[1, 2] * (_SHORT_ROWS // 2))
+    row_s = bench.seconds(Lane.CPU, attend, beside=beside) / _SHORT_ROWS
     return {
+        "cpu_row_s": (
+            row_s,
+            f"decode attention of {_SHORT_ROWS} rows of 1 and 2 tokens, a row, "
+            f"{_name(dtype)}, {how}",
+        ),
         "cpu_attn_bytes_per_s": (
             by_bytes,
             f"decode attention, {HEADS} heads in {KV_HEADS} groups of {HEAD_DIM}, {_name(dtype)}, "
@@ -145,11 +153,19 @@ def cpu_attention(
 
 
 def grouped(
-    rows: int, dtype: torch.dtype, pool: Executor | None = None, threads: int = 1
+    rows: int,
+    dtype: torch.dtype,
+    pool: Executor | None = None,
+    threads: int = 1,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[Work, int]:
-    """Decode attention of ``rows`` rows, each time others, and the bytes of their KV."""
-    sets = -(-32 // rows)  # no cache holds 32 rows
-    kv = noise((sets * rows * CONTEXT, 2 * KV_HEADS * HEAD_DIM), dtype)
+    """Decode attention of ``rows`` rows, each time others, and the bytes of their KV.
+
+    Rows are ``CONTEXT`` tokens long unless ``lengths`` are given.
+    """
+    lengths = [CONTEXT] * rows if lengths is None else list(lengths)
+    sets = -(-32 // rows)  # no cache holds 32 long rows
+    kv = noise((sets * sum(lengths), 2 * KV_HEADS * HEAD_DIM), dtype)
     decode = partial(
         attention.decode_gqa,
         n_heads=HEADS,
@@ -158,7 +174,7 @@ def grouped(
         scale=HEAD_DIM**-0.5,
     )
     q = noise((rows, HEADS * HEAD_DIM), dtype)
-    batches = itertools.cycle([list(part.split(CONTEXT)) for part in kv.chunk(sets)])
+    batches = itertools.cycle([list(part.split(lengths)) for part in kv.chunk(sets)])
 
     def attend() -> None:
         attention.decode_rows_threaded(decode, q, next(batches), pool, threads)
@@ -182,18 +198,32 @@ def gather(
 
 def host_stream(data: Tensor) -> Found:
     """Bytes of host memory that all cores together read in a second."""
-    n = cores()
-    pieces = data.view(torch.int64).chunk(4)
-    with attention_pool(n) as pool:
-
-        def read(piece: Tensor) -> float:
+    with attention_pool(cores()) as pool:
+        read, nbytes = _read(data, pool)
+        spans = []
+        for _ in range(24):
             t = time.perf_counter()
-            list(pool.map(torch.sum, piece.chunk(n)))
-            return time.perf_counter() - t
+            read()
+            spans.append(time.perf_counter() - t)
+    how = f"{cores()} threads that sum host memory"
+    return {"host_bytes_per_s": (nbytes / undisturbed(spans), how)}
 
-        seconds = undisturbed([read(piece) for _ in range(6) for piece in pieces])
-    rate = pieces[0].nbytes / seconds
-    return {"host_bytes_per_s": (rate, f"{n} threads that sum host memory")}
+
+def host_beside_link(bench: Bench, data: Tensor, up: Work, up_bytes: int) -> Found:
+    """Bytes of host memory that all cores read and the link carries in a second, together."""
+    with attention_pool(cores()) as pool:
+        read, nbytes = _read(data, pool)
+        by_cores = nbytes / bench.seconds(Lane.CPU, read, beside=(Lane.BULK, up))
+        by_link = up_bytes / bench.seconds(Lane.BULK, up, beside=(Lane.CPU, read))
+    how = f"{cores()} threads that sum host memory, and copies to the GPU meanwhile, together"
+    return {"host_bytes_per_s": (by_cores + by_link, how)}
+
+
+def _read(data: Tensor, pool: Executor) -> tuple[Work, int]:
+    """All cores summing a quarter of ``data``, each time another, and its bytes."""
+    pieces = data.view(torch.float32).chunk(4)
+    parts = itertools.cycle([piece.chunk(cores()) for piece in pieces])
+    return lambda: list(pool.map(torch.sum, next(parts))), pieces[0].nbytes
 
 
 def cpu_lanes(dtype: torch.dtype) -> Found:
@@ -286,7 +316,6 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
                 f"a gather of KV rows of 128 tokens from {kind} memory",
             )
             del work
-            found |= host_stream(data)
             threads = max(1, cores() - 1)
             with attention_pool(threads) as pool:
                 found |= cpu_attention(bench, dtype, pool, threads)
@@ -329,7 +358,7 @@ def _link(bench: Bench, data: Tensor, kind: str) -> Found:
         nbytes / bench.seconds(Lane.ACT, down, beside=(Lane.BULK, up)),
     )
     how = f"{kind} copies of 128 MiB"
-    return {
+    return host_beside_link(bench, data, up, nbytes) | {
         "h2d_bytes_per_s": (h2d, how),
         "d2h_bytes_per_s": (d2h, how),
         "duplex_bytes_per_s": (both, f"{how} in both directions at once, the slower one"),

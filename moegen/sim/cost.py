@@ -123,10 +123,10 @@ class Roofline(CostModel):
     A GPU op takes max(FLOPs / (peak x efficiency(tokens a kernel)), bytes / HBM rate) plus a
     launch for each kernel; a bulk copy its latency plus bytes over the link; a zero-copy kernel
     (lanes KV and ACT) a launch plus bytes at the zero-copy rate, never above the link's;
-    CPU attention the longer of reading its KV and of its arithmetic. Whatever touches host
-    memory, copies too, is never faster than host memory gives its bytes. Where the machine's
-    ``task_s`` is known, no task is shorter, and short ones share the one thread that it takes
-    with those of all lanes.
+    CPU attention the longer of reading its KV and of its arithmetic, and what each row costs.
+    Whatever touches host memory, copies too, is never faster than host memory gives its bytes.
+    Where the machine's ``task_s`` is known, no task is shorter, and short ones share the one
+    thread that it takes with those of all lanes.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class Roofline(CostModel):
             )
         if work.empty:
             return Cost(0.0, "roofline")
-        seconds = self._overhead(task.lane, work) + max(self._terms(task, work))
+        seconds = self._overhead(task, work) + max(self._terms(task, work))
         issue_s = self.hw.task_s or 0.0
         # A longer task is issued while the one before it runs, and slows nobody.
         issues = seconds < _HIDES * issue_s
@@ -181,10 +181,10 @@ class Roofline(CostModel):
             demands["cpu"] = seconds
         return Cost(seconds, "roofline", demands)
 
-    def _overhead(self, lane: Lane, work: Work) -> float:
-        if lane is Lane.CPU:
-            return 0.0
-        each = self.hw.copy_latency_s if lane is Lane.BULK else self.hw.launch_s
+    def _overhead(self, task: Task, work: Work) -> float:
+        if task.lane is Lane.CPU:
+            return work.rows * (self.hw.cpu_row_s or 0.0) if task.id.op == "attn_cpu" else 0.0
+        each = self.hw.copy_latency_s if task.lane is Lane.BULK else self.hw.launch_s
         return work.launches * each
 
     def _terms(self, task: Task, work: Work) -> list[float]:
