@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -162,38 +161,43 @@ def _measure(engine: Engine, graph: TaskGraph, tokens: int, hw: HardwareSpec, st
 
 
 def _reached(timeline: Timeline, hw: HardwareSpec) -> tuple[Reached, ...]:
-    """Over the steps that make the period: all but the first and the last, if there are more."""
-    steps = timeline.steps[1:-1] or timeline.steps
+    """Of the steps that make the period: all but the first and the last, if there are more."""
+    steps, ends = timeline.steps, timeline.step_end_s
     frame: Any = timeline.to_frame()
-    frame = frame[frame["step"].isin(steps)]
+    counted = frame["step"].isin(steps[1:-1] or steps)
+    n, window = len(steps[1:-1] or steps), (0.0, float(ends[-1]))
+    if len(steps) > 2:
+        window = float(ends[0]), float(ends[-2])
     found = []
     for name, unit, rate, columns in _RESOURCES:
         lane = _LANES.get(name)
-        tasks = frame if lane is None else frame[frame["lane"] == lane.value]
-        done = tasks[list(columns)].sum(axis=1)
-        work = float(done.sum())
-        if not work:
+        here = slice(None) if lane is None else frame["lane"] == lane.value
+        done = frame[list(columns)].sum(axis=1)[here]
+        per_step = float(done[counted].sum()) / n
+        if not per_step:
             continue
-        busy_s = _busy_s(tasks[done > 0])
+        # Copies for the next step begin in this one: what counts is when, not for which step.
+        busy = _busy_s(frame.loc[done[done > 0].index], *window) / (window[1] - window[0])
+        per_s = per_step / timeline.period_s
         found.append(
             Reached(
                 name,
                 unit,
-                per_step=work / len(steps),
-                per_s=work / len(steps) / timeline.period_s,
-                busy_share=busy_s / len(steps) / timeline.period_s,
-                busy_per_s=work / busy_s,
+                per_step=per_step,
+                per_s=per_s,
+                busy_share=busy,
+                busy_per_s=per_s / busy,
                 rate=float(getattr(hw, rate)),
             )
         )
     return tuple(found)
 
 
-def _busy_s(tasks: pd.DataFrame) -> float:
-    """Seconds in which at least one of the tasks ran."""
-    busy, until = 0.0, -math.inf
+def _busy_s(tasks: pd.DataFrame, begin_s: float, end_s: float) -> float:
+    """Seconds between the two in which at least one of the tasks ran."""
+    busy, until = 0.0, begin_s
     for start, end in sorted(zip(tasks["start_s"], tasks["end_s"], strict=True)):
-        busy += max(0.0, end - max(start, until))
+        busy += max(0.0, min(end, end_s) - max(start, until))
         until = max(until, end)
     return busy
 

@@ -55,6 +55,7 @@ def test_both_phases_are_measured_and_held_to_the_bound(folder, tmp_path, capsys
     for phase in (prefill, decode):
         for r in phase["reached"].values():
             assert r["per_s"] == pytest.approx(r["busy_share"] * r["busy_per_s"])
+            assert 0 < r["busy_share"] <= 1
             assert r["per_s"] == pytest.approx(r["per_step"] / phase["measured_s"])
     assert "CPU attention" not in prefill["reached"]
 

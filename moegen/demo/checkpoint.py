@@ -53,7 +53,7 @@ class _Settings:
     dtype: str
     layout: str
     requests: str
-    version: int = 2
+    version: int = 3
 
     def __post_init__(self) -> None:
         for name, least in (("n_experts", 1), ("top_k", 1), ("seed", 0), ("layers", 1)):
@@ -167,6 +167,7 @@ def _write(
     _mixtral_config(model.config, settings).save_pretrained(folder)
     assert model.generation_config is not None
     model.generation_config.save_pretrained(folder)
+    tokenizer.clean_up_tokenization_spaces = False  # it would harm this tokenizer's texts
     tokenizer.save_pretrained(folder)
     _write_shards(folder, _mixtral_weights(model, settings))
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}

@@ -386,6 +386,12 @@ def gpu_identity(device: torch.device) -> str:
     return f"{properties.name} {properties.uuid}"
 
 
+def give_back_gpu_memory(device: torch.device) -> None:
+    """Give back what the allocator holds and nobody uses; nothing to do on CPU lanes."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def forget_gpu_memory(device: torch.device) -> None:
     """Give back what the allocator holds and nobody uses, and count its peak anew."""
     torch.cuda.empty_cache()
