@@ -37,7 +37,7 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 # Rows of the dense model's batches: prompts of like lengths, so that little is padding.
-_ROWS = 6
+_ROWS = 12
 
 
 def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -143,7 +143,7 @@ def dense_texts(model: Any, tokenizer: Any, requests: Sequence[Request]) -> list
         width = max(len(prompts[i]) for i in rows)
         pad = [width - len(prompts[i]) for i in rows]
         ids = [[model.config.pad_token_id] * n + prompts[i] for n, i in zip(pad, rows, strict=True)]
-        with torch.inference_mode():
+        with torch.inference_mode(), _one_thread():
             out = model.generate(
                 input_ids=torch.tensor(ids),
                 attention_mask=torch.tensor([[0] * n + [1] * (width - n) for n in pad]),
@@ -159,6 +159,22 @@ def _limit(request: Request) -> int:
     if request.max_tokens is None:
         raise InvalidInput(f"request {request.id!r} must name its max_tokens here")
     return request.max_tokens
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Products this small are no faster on several cores, and threads that wait spin.
+
+    Where something else uses the cores too, two threads took six times as long as one.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
