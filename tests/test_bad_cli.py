@@ -194,7 +194,7 @@ def test_a_dtype_of_the_configuration_that_is_none(place, unloaded):
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
-def test_tensors_of_a_dtype_that_does_not_run(place, dtype, name):
+def test_tensors_of_a_dtype_that_does_not_run(place, unloaded, dtype, name):
     tensors = tensors_of(place.model)
     key = "model.layers.0.block_sparse_moe.experts.3.w2.weight"
     rewrite(place.model, tensors | {key: tensors[key].to(dtype)})

@@ -14,10 +14,11 @@ from moegen.errors import Infeasible, InvalidInput
 from moegen.exec.checkpoint import Checkpoint
 from moegen.exec.families import family_for
 from moegen.exec.families.base import Family
+from moegen.exec.kernels.triton_util import require_triton
 from moegen.exec.lanes import free_gpu_memory
 from moegen.exec.loading import checked_device, load_tokenizer, torch_dtype
 from moegen.exec.pinning import locking_problem
-from moegen.exec.weights import HostWeights
+from moegen.exec.weights import HostWeights, require_tensors
 from moegen.graph import host_memory
 from moegen.graph.checks import whole
 from moegen.graph.hardware import HardwareSpec
@@ -102,7 +103,7 @@ class Prepared:
         if dtype is not None:
             spec = spec.with_(dtype=dtype)
         family = family_for(spec, torch_dtype(spec, dtype), where)
-        Checkpoint(path)  # are all shards there?
+        require_tensors(Checkpoint(path), spec, family)
         tokenizer = load_tokenizer(path)
         return cls._on_this_machine(
             spec,
@@ -147,6 +148,8 @@ class Prepared:
         machine: tuple[HardwareSpec, dict[str, int]],
         **rest: Any,
     ) -> Prepared:
+        if device.type == "cuda":
+            require_triton()
         held_bytes = host_memory.held_bytes()
         growth_bytes = CUDA_GROWTH_BYTES if device.type == "cuda" else 0
         hw = _capacities(model, device, *machine, held_bytes, growth_bytes)

@@ -133,6 +133,7 @@ class HostWeights:
             If the folder, a shard or a tensor is missing, cut short or of another shape.
         """
         checkpoint = Checkpoint(path)
+        require_tensors(checkpoint, spec, family)
         store = cls(spec, family, pin=pin)
         todo = store._plan(checkpoint)
         tied = {"lm_head.weight"} if spec.tie_embeddings else set()
@@ -237,21 +238,12 @@ class HostWeights:
             )
 
     def _plan(self, checkpoint: Checkpoint) -> list[tuple[Piece, Tensor]]:
-        """Every piece of the checkpoint that is needed and the place that it fills, file by file.
-
-        All are looked at before any is read.
-        """
+        """Every piece that is needed and the place that it fills, file by file."""
         tensors, family = checkpoint.tensors, self.family
         todo: list[tuple[Piece, Tensor]] = []
 
         def add(pieces: list[Piece], views: dict[str, Tensor]) -> None:
             for p in pieces:
-                if p.key not in tensors:
-                    raise InvalidInput(
-                        f"{checkpoint.path} has no tensor {p.key}, which "
-                        f"{self.spec.model_type} needs with shape {list(p.shape)}"
-                    )
-                checkpoint.require(p.key, tuple(p.shape))
                 rows = p.shape[0] if p.index is None else p.shape[1]
                 todo.append((p, views[p.target][p.row : p.row + rows]))
 
@@ -267,6 +259,28 @@ class HostWeights:
             return stored.file, stored.offset, job[0].index or 0
 
         return sorted(todo, key=place)
+
+
+def require_tensors(checkpoint: Checkpoint, spec: ModelSpec, family: Family) -> None:
+    """Refuse a checkpoint that lacks a tensor, or has one of another shape or quantised.
+
+    Raises
+    ------
+    InvalidInput
+    """
+    keys = checkpoint.tensors.keys()
+    pieces = list(family.head_sources())
+    for i, layer in enumerate(spec.layers):
+        pieces += family.dense_sources(i, keys)
+        for e in range(layer.n_experts):
+            pieces += family.expert_sources(i, e, keys)
+    for p in pieces:
+        if p.key not in keys:
+            raise InvalidInput(
+                f"{checkpoint.path} has no tensor {p.key}, which {spec.model_type} needs with "
+                f"shape {list(p.shape)}"
+            )
+        checkpoint.require(p.key, tuple(p.shape))
 
 
 _BLOCK = 4_194_301  # prime
