@@ -80,8 +80,9 @@ def _bound(shown: Shown) -> str:
     predicted, measured = speeds["predicted"], speeds["measured"]
     share = shown.bound.seconds / shown.comparison.measured_period_s
     return (
-        f"No step is shorter than {format_seconds(shown.bound.seconds)}, {share:.0%} of what it "
-        f"took, because of {part(shown.bound.binds)}. The plan took ω = {omega:g} (the share of "
+        f"By the machine's rates no such step is shorter than "
+        f"{format_seconds(shown.bound.seconds)}, {share:.0%} of what it took, because of "
+        f"{part(shown.bound.binds)}. The plan took ω = {omega:g} (the share of "
         f"attention on the CPU): {predicted[omega]:.1f} tokens/s predicted, of at most "
         f"{predicted.max():.1f} at {predicted.idxmax():g}; the best of {len(measured)} measured "
         f"points was {measured.max():.1f} at {measured.idxmax():g}."
