@@ -121,7 +121,7 @@ def throughput(
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
     bare(ax, "top", "right")
     if len(ax.get_legend_handles_labels()[1]) > 1:
-        ax.legend(loc="lower right", fontsize=9, framealpha=0.9, edgecolor="none")
+        ax.legend(loc="lower center", fontsize=9, framealpha=0.9, edgecolor="none")
     return ax
 
 
