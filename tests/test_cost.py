@@ -8,7 +8,7 @@ import pytest
 from handmade import task, tid
 
 from moegen.errors import GraphError, InvalidInput
-from moegen.graph.hardware import HardwareSpec
+from moegen.graph.hardware import NO_GPU, HardwareSpec
 from moegen.graph.task import NO_WORK, Lane, Task, TaskGraph, TaskId, Work
 from moegen.sim.bounds import bound_s
 from moegen.sim.cost import RESOURCES, Cost, CostModel
@@ -159,4 +159,9 @@ def test_host_code_is_one_threads_for_all_lanes_and_no_part_of_the_bound(hw):
 def test_a_row_of_cpu_attention_costs_something_beside_its_kv(hw):
     work = {"host_bytes": 100, "rows": 3}
     assert estimate(hw, "attn_cpu", "CPU", **work).seconds == 5.0
-    assert estimate(hw.with_(cpu_row_s=0.25), "attn_cpu", "CPU", **work).seconds == 5.75
+    dear = hw.with_(cpu_row_s=0.25)
+    assert estimate(dear, "attn_cpu", "CPU", **work).seconds == 5.75
+    # Where the CPU stands in for the GPU, it takes its rows one by one too.
+    work = {"gpu_bytes": 400, "rows": 3}
+    assert estimate(dear, "attn_gpu", "GPU", **work).seconds == 2.5
+    assert estimate(dear.with_(gpu_name=NO_GPU), "attn_gpu", "GPU", **work).seconds == 3.25

@@ -15,6 +15,8 @@ from moegen.errors import InvalidInput
 from moegen.units import format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
+# The name of the GPU where there is none, and threads of the CPU stand in for it.
+NO_GPU = "none (CPU lanes)"
 _OPTIONAL = {"task_s", "cpu_row_s", "duplex_bytes_per_s", "price_usd", "power_w"}
 _TEXT = {"name", "gpu_name", "cpu_name"}
 

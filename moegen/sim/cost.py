@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.checks import number
+from moegen.graph.hardware import NO_GPU
 from moegen.graph.task import Lane, Task, TaskId, Work
 
 if TYPE_CHECKING:
@@ -182,10 +183,14 @@ class Roofline(CostModel):
         return Cost(seconds, "roofline", demands)
 
     def _overhead(self, task: Task, work: Work) -> float:
+        by_row = task.id.op == "attn_cpu" or (
+            task.id.op == "attn_gpu" and self.hw.gpu_name == NO_GPU
+        )
+        rows_s = work.rows * (self.hw.cpu_row_s or 0.0) if by_row else 0.0
         if task.lane is Lane.CPU:
-            return work.rows * (self.hw.cpu_row_s or 0.0) if task.id.op == "attn_cpu" else 0.0
+            return rows_s
         each = self.hw.copy_latency_s if task.lane is Lane.BULK else self.hw.launch_s
-        return work.launches * each
+        return work.launches * each + rows_s
 
     def _terms(self, task: Task, work: Work) -> list[float]:
         """Time that each part of the machine needs for its share of the work, in seconds."""
