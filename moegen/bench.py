@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
 from moegen.graph.sound import GPU_SHARE
-from moegen.graph.strategy import Plan
+from moegen.graph.strategy import Plan, Strategy
 from moegen.graph.task import Lane, TaskGraph
 from moegen.graph.workload import Workload
 from moegen.sim.bounds import Bound, bound
@@ -20,8 +19,6 @@ from moegen.sim.engine import simulate
 from moegen.timeline import Timeline
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from moegen.exec.engine import Engine
     from moegen.exec.prepare import Prepared
 
@@ -130,8 +127,7 @@ def bench(
     prompt_len, gen_len : int
         Decode is measured halfway through the answers.
     steps : int
-        How often each is executed. The first, which finds nothing prefetched, and the last are
-        left out of a period if there are more than two.
+        How often each is executed; see ``Timeline.counted_steps`` for those that count.
 
     Returns
     -------
@@ -161,23 +157,22 @@ def _measure(engine: Engine, graph: TaskGraph, tokens: int, hw: HardwareSpec, st
 
 
 def _reached(timeline: Timeline, hw: HardwareSpec) -> tuple[Reached, ...]:
-    """Of the steps that make the period: all but the first and the last, if there are more."""
-    steps, ends = timeline.steps, timeline.step_end_s
-    frame: Any = timeline.to_frame()
-    counted = frame["step"].isin(steps[1:-1] or steps)
-    n, window = len(steps[1:-1] or steps), (0.0, float(ends[-1]))
-    if len(steps) > 2:
-        window = float(ends[0]), float(ends[-2])
+    """Of the steps that make the period."""
+    steps, (begin_s, end_s) = timeline.counted_steps, timeline.counted_window_s
+    frame: Any = timeline.to_frame().sort_values(["start_s", "end_s"])
+    counted = frame["step"].isin(steps)
     found = []
     for name, unit, rate, columns in _RESOURCES:
         lane = _LANES.get(name)
-        here = slice(None) if lane is None else frame["lane"] == lane.value
-        done = frame[list(columns)].sum(axis=1)[here]
-        per_step = float(done[counted].sum()) / n
+        done = frame[list(columns)].sum(axis=1)
+        if lane is not None:
+            done = done.where(frame["lane"] == lane.value, 0.0)
+        per_step = float(done[counted].sum()) / len(steps)
         if not per_step:
             continue
         # Copies for the next step begin in this one: what counts is when, not for which step.
-        busy = _busy_s(frame.loc[done[done > 0].index], *window) / (window[1] - window[0])
+        spans = timeline.spans_s(done.index[done > 0].tolist(), begin_s, end_s)
+        busy = sum(end - begin for begin, end in spans) / (end_s - begin_s)
         per_s = per_step / timeline.period_s
         found.append(
             Reached(
@@ -193,15 +188,6 @@ def _reached(timeline: Timeline, hw: HardwareSpec) -> tuple[Reached, ...]:
     return tuple(found)
 
 
-def _busy_s(tasks: pd.DataFrame, begin_s: float, end_s: float) -> float:
-    """Seconds between the two in which at least one of the tasks ran."""
-    busy, until = 0.0, begin_s
-    for start, end in sorted(zip(tasks["start_s"], tasks["end_s"], strict=True)):
-        busy += max(0.0, min(end, end_s) - max(start, until))
-        until = max(until, end)
-    return busy
-
-
 def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Plan:
     """The plan for some layers of a model that keeps on the GPU only what all of them could.
 
@@ -210,7 +196,7 @@ def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Pla
     Parameters
     ----------
     prepared : Prepared
-        Of the layers; what is fixed of its plan must not be a whole one.
+        Of the layers.
     whole : ModelSpec
         The model that they are part of.
 
@@ -220,8 +206,11 @@ def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Pla
         If nothing fits.
     """
     plan, fixed, part = prepared.resolve(work).plan, prepared.given, prepared.model
-    fixed = dict(fixed) if isinstance(fixed, Mapping) else {}
-    if part.n_layers == whole.n_layers or "s_params" in fixed:
+    # A whole plan, or strategy, says what stays on the GPU.
+    if part.n_layers == whole.n_layers or isinstance(fixed, (Plan, Strategy)):
+        return plan
+    fixed = {} if isinstance(fixed, str) else dict(fixed)
+    if "s_params" in fixed:
         return plan
     hw = prepared.capacities
     hw = replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)

@@ -98,9 +98,7 @@ class Comparison:
 def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     """Hold a prediction against a measurement of the same graph.
 
-    Each side's means are over the steps that its ``period_s`` spans: without the first step,
-    which found nothing prefetched, and without the last, which shares the machine with none
-    after it, if there are more than two; the second of two.
+    Each side's means are over its ``counted_steps``, which its ``period_s`` spans.
 
     Structures must be equal, sizes need not be: where ``measured.shapes`` tells what each step
     really worked on, simulate that, ``simulate(measured.graph.bind(shape), cost, steps=...)``,
@@ -157,12 +155,10 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
 
 
 class _Mean:
-    """A timeline's steps that count, and means over them."""
+    """Means over a timeline's steps that count."""
 
     def __init__(self, timeline: Timeline) -> None:
-        n = len(timeline.steps)
-        first, stop = (1, n - 1) if n > 2 else (n - 1, n)
-        self.timeline, self.steps = timeline, timeline.steps[first:stop]
+        self.timeline, self.steps = timeline, timeline.counted_steps
         self._members = [i for i, t in enumerate(timeline.ids) if t.step in self.steps]
 
     def tasks(self) -> tuple[dict[str, int], dict[str, int]]:

@@ -169,17 +169,31 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """Time from one step to the next, between the ends of their last tasks.
+        """Time from one step to the next: the mean over ``counted_steps``."""
+        begin_s, end_s = self.counted_window_s
+        if len(self.steps) < 2:
+            return end_s - begin_s
+        return (end_s - begin_s) / (self.counted_steps[-1] - self.steps[0])
 
-        The mean from the end of the first step, which found nothing prefetched, to that of
-        the last but one: the last step shares the machine with none after it and is too
-        short. With two steps only, the time between their ends; the makespan with one.
+    @property
+    def counted_steps(self) -> tuple[int, ...]:
+        """The steps that a mean is over.
+
+        Not the first, which found nothing prefetched, nor the last, which shares the machine
+        with none after it and is too short. Of two steps the second; the only one of one.
         """
-        ends, steps = self.step_end_s, self.steps
-        if len(ends) < 2:
-            return self.makespan_s
-        last = -2 if len(ends) > 2 else -1
-        return float(ends[last] - ends[0]) / (steps[last] - steps[0])
+        return self.steps[1:-1] or self.steps[-1:]
+
+    @property
+    def counted_window_s(self) -> tuple[float, float]:
+        """Begin and end of ``counted_steps``: from the end of the first step to that of the last
+        that counts, each the end of its last task. The whole run if it is one step.
+        """
+        if len(self.steps) < 2:
+            begin_s = float(self.start_s.min()) if self.ids else 0.0
+            return begin_s, begin_s + self.makespan_s
+        ends = self.step_end_s.tolist()
+        return ends[0], ends[max(1, len(ends) - 2)]
 
     def to_frame(self) -> pd.DataFrame:
         """One row a task: its id, lane, times in seconds, work, tokens and provenance.
