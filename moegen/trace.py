@@ -31,7 +31,9 @@ def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
         If tasks of a lane overlap in a simulation. In a measured run the clock's noise may
         make them: there a slice begins where the one before it ended.
     InvalidInput
-        If there is no timeline, or the file cannot be written.
+        If there is no timeline, or no file may be at ``path``.
+    MachineError
+        If the machine cannot write it, as where the disk is full.
     """
     if not timelines:
         raise InvalidInput("a trace needs a timeline, and none was given")

@@ -15,7 +15,7 @@ from handmade import task
 from small_models import DEEPSEEK, MIXTRAL, deepseek, mixtral, two_layers
 
 import moegen
-from moegen.errors import GraphError, InvalidInput
+from moegen.errors import GraphError, InvalidInput, MachineError
 from moegen.graph.build import build
 from moegen.graph.checks import number, whole, wholes
 from moegen.graph.hardware import HardwareSpec
@@ -305,7 +305,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(Path, "write_text", half)
-        with pytest.raises(InvalidInput, match="No space left on device"):
+        with pytest.raises(MachineError, match="No space left on device"):
             run.save(file)
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
     link = tmp_path / "link.json"

@@ -472,13 +472,33 @@ def test_notes_are_warnings_when_they_arise_and_once_at_the_end(job, engine, mon
     assert _index(lines, "moegen: warning: pinning") < _index(lines, "loading")
 
 
-def test_a_saved_timeline_says_how_the_weights_lay(job, engine, monkeypatch, tmp_path):
+@pytest.fixture
+def timed(engine, monkeypatch):
+    """The engine has a timeline of a decode step."""
     model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=1)
     graph = mg.build(model, mg.Strategy(B=2, b_a=1, b_e=4), kv_len=8)
     cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
     monkeypatch.setattr(engine, "timelines", [mg.simulate(graph, cost)])
-    monkeypatch.setattr(engine, "weights", SimpleNamespace(pinned=False))
-    monkeypatch.setattr(engine, "notes", ["why"])
+    return engine
+
+
+def test_a_timeline_that_cannot_be_saved_hides_no_result(job, timed, monkeypatch, tmp_path):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    saved = tmp_path / "t.json"
+    done = job((_line(1) + "\n").encode(), "--json", "--timeline", str(saved))
+    assert done.code == 1 and json.loads(done.out)["served"] == 1
+    assert "1 of 1 rows answered" in done.err and f"Answers  {job.output}" in done.err
+    last = done.err.splitlines()[-1]
+    assert last == f"moegen: cannot write the timeline to {saved}: No space left on device"
+    assert [row["id"] for row in _rows(job.output)] == [1] and not saved.exists()
+
+
+def test_a_saved_timeline_says_how_the_weights_lay(job, timed, monkeypatch, tmp_path):
+    monkeypatch.setattr(timed, "weights", SimpleNamespace(pinned=False))
+    monkeypatch.setattr(timed, "notes", ["why"])
     assert job([_line(1)], "--timeline", str(tmp_path / "t.json")).code == 0
     meta = mg.Timeline.load(tmp_path / "t.json").meta
     assert (meta["pinned"], meta["notes"]) == (False, ["why"])

@@ -141,26 +141,26 @@ def bench(
             notes = list(dict.fromkeys([*prepared.notes, *engine.notes]))
             warn(notes)
             phases = measure(engine, plan, prompt_len, gen_len, steps)
+    if as_json:
+        print_json(
+            {
+                "model": whole.name,
+                "layers": prepared.model.n_layers,
+                "of_layers": whole.n_layers,
+                "load_format": load_format,
+                "device": prepared.device.type,
+                "dtype": prepared.model.dtype,
+                "plan": {"prefill": plan.prefill.to_dict(), "decode": plan.decode.to_dict()},
+                **{name: phase.to_dict() for name, phase in phases.items()},
+                "machine": machine_of(prepared.hardware),
+                "notes": notes,
+            }
+        )
+    else:
+        print("\n".join(words.benched(phases)))
     if timeline is not None:
         phases["decode"].measured.save(timeline)
         say(f"Timeline of {len(phases['decode'].measured.steps)} decode steps: {timeline}")
-    if not as_json:
-        print("\n".join(words.benched(phases)))
-        return
-    print_json(
-        {
-            "model": whole.name,
-            "layers": prepared.model.n_layers,
-            "of_layers": whole.n_layers,
-            "load_format": load_format,
-            "device": prepared.device.type,
-            "dtype": prepared.model.dtype,
-            "plan": {"prefill": plan.prefill.to_dict(), "decode": plan.decode.to_dict()},
-            **{name: phase.to_dict() for name, phase in phases.items()},
-            "machine": machine_of(prepared.hardware),
-            "notes": notes,
-        }
-    )
 
 
 def _prepare(

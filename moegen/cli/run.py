@@ -107,16 +107,20 @@ def run(
             )
             job = jobs.Job.encode(requests, prepared.tokenizer, prepared.model, max_tokens)
             report = jobs.Report(prepared, job)
+        decode = None
         if job.served:
-            _answer(report, out, timeline)
+            decode = _answer(report, out)
         else:
             report.finish(None, jobs.run_job(None, job, out))
-    say(*closing(report, output))
-    if as_json:
-        print_json({**report.to_dict(), "output": str(output)})
+        say(*closing(report, output))
+        if as_json:
+            print_json({**report.to_dict(), "output": str(output)})
+        if timeline is not None:  # last: the answers are there, whatever becomes of it
+            _save_timeline(decode, timeline)
 
 
-def _answer(report: jobs.Report, out: jobs.Output, timeline: Path | None) -> None:
+def _answer(report: jobs.Report, out: jobs.Output) -> mg.Timeline | None:
+    """Load the model and run the job; gives the Timeline of decode steps, if any ran."""
     prepared, job = report.prepared, report.job
     warn(report.note(prepared.notes))
     with jobs.enough_memory():
@@ -141,15 +145,15 @@ def _answer(report: jobs.Report, out: jobs.Output, timeline: Path | None) -> Non
             summary = jobs.run_job(engine, job, out, on_row=pace.on_row, on_step=on_step)
         warn(report.note(engine.notes))
         report.finish(engine, summary)
-        if timeline is not None:
-            _save_timeline(engine, timeline)
+        decode = next((t for t in engine.timelines if t.graph.phase == "decode"), None)
+        if decode is not None:
+            decode.meta.update(pinned=engine.weights.pinned, notes=list(engine.notes))
+        return decode
 
 
-def _save_timeline(engine: mg.Engine, path: Path) -> None:
-    decode = [timeline for timeline in engine.timelines if timeline.graph.phase == "decode"]
-    if not decode:
+def _save_timeline(decode: mg.Timeline | None, path: Path) -> None:
+    if decode is None:
         say("No decode step ran, so there is no timeline to save.")
         return
-    decode[0].meta.update(pinned=engine.weights.pinned, notes=list(engine.notes))
-    decode[0].save(path)
-    say(f"Timeline of {len(decode[0].steps)} decode steps: {path}")
+    decode.save(path)
+    say(f"Timeline of {len(decode.steps)} decode steps: {path}")

@@ -172,8 +172,6 @@ def simulate(
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
     cost = mg.CostModel.roofline(hardware)
     timeline, limit = mg.simulate(graph, cost, steps=steps), bound(graph, cost)
-    if trace is not None:
-        timeline.to_perfetto(trace)
     result = {
         "period_s": timeline.period_s,
         "bound_s": limit.seconds,
@@ -182,13 +180,15 @@ def simulate(
     }
     if as_json:
         print_json(result)
-        return
-    print(timeline)
-    print(
-        f"A decode step takes {format_seconds(timeline.period_s)} (no schedule is below "
-        f"{format_seconds(limit.seconds)}, for {words.part(limit.binds)}): "
-        f"{s.B / timeline.period_s:.1f} tokens/s"
-    )
+    else:
+        print(timeline)
+        print(
+            f"A decode step takes {format_seconds(timeline.period_s)} (no schedule is below "
+            f"{format_seconds(limit.seconds)}, for {words.part(limit.binds)}): "
+            f"{s.B / timeline.period_s:.1f} tokens/s"
+        )
+    if trace is not None:
+        timeline.to_perfetto(trace)
 
 
 def _point(

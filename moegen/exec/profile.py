@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import re
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,17 @@ from moegen.exec import rates
 from moegen.exec.engine import Engine
 from moegen.exec.lanes import forget_gpu_memory, gpu_identity
 from moegen.exec.pinning import locking_problem
+from moegen.exec.timing import undisturbed
 from moegen.graph.build import build
 from moegen.graph.detect import detect
 from moegen.graph.files import read_json, write_json
-from moegen.graph.hardware import NO_GPU, HardwareSpec
+from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 
-FORMAT = 3
-OPTIONAL = "duplex_bytes_per_s"
+FORMAT = 4
+# Not every machine has these.
+OPTIONAL = {"duplex_bytes_per_s", "gpu_call_s"}
 #: What a profile holds; capacities and names are `detect`'s.
 RATES = (
     "gpu_flops",
@@ -48,7 +49,8 @@ RATES = (
     "host_bytes_per_s",
     "cpu_attn_bytes_per_s",
     "cpu_attn_flops",
-    "cpu_row_s",
+    "cpu_call_s",
+    "gpu_call_s",
 )
 # A model whose step is nothing but its overhead.
 _LEAST = {
@@ -65,11 +67,15 @@ _LEAST = {
     "max_position_embeddings": 512,
     "rope_theta": 10000.0,
 }
-_LEAST_STEPS = 64
+_LEAST_STEPS, _SHORT_ROWS = 64, 32
 
 
 def machine_profile(
-    device: torch.device, dtype: torch.dtype, *, fresh: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    fresh: bool = False,
+    notes: list[str] | None = None,
 ) -> HardwareSpec:
     """This machine with its rates measured: from the cache, else now.
 
@@ -92,8 +98,9 @@ def machine_profile(
     - ``host_bytes_per_s``: all cores summing host memory; beside a GPU what they read and what the
       link carries meanwhile, together.
     - ``cpu_attn_bytes_per_s``: grouped-query decode attention over more KV than caches hold;
-      ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds; ``cpu_row_s``: a row
-      of next to no KV.
+      ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds.
+    - ``cpu_call_s``, on CPU lanes ``gpu_call_s`` too: decode attention of many short rows of
+      different lengths, in the executor's own run of a small model, over its rows.
 
     CPU lanes share the cores and the caches: there a product is measured while the weights of
     the next are copied, and what goes on beside products beside them.
@@ -105,17 +112,18 @@ def machine_profile(
         Of weights and KV.
     fresh : bool
         Measure now, whatever the cache holds.
+    notes : list of str, optional
+        Gets a line where the profile could not be kept.
 
     Notes
     -----
     A profile holds for one machine, device, dtype, number of torch's threads, memory that can be
     pinned or not, and version of torch and moegen; one that is damaged or of others is measured
-    anew and replaced. Where the cache cannot be written, a warning says so and it is measured
-    each time.
+    anew and replaced. Where the cache cannot be written it is measured each time.
     """
     here = detect()
     if device.type == "cpu":
-        here = replace(here, gpu_name=NO_GPU)
+        here = replace(here, gpu_name="none (CPU lanes)")
     key = _key(device, dtype, here)
     try:
         path = _path(key)
@@ -126,12 +134,10 @@ def machine_profile(
         return kept
     found = _measure(device, dtype, here)
     problem = str(path) if isinstance(path, RuntimeError) else _write(path, key, found)
-    if problem is not None:
-        warnings.warn(
+    if problem is not None and notes is not None:
+        notes.append(
             f"this machine's rates were measured and could not be kept, so the next run measures "
-            f"them again: {problem}",
-            RuntimeWarning,
-            stacklevel=2,
+            f"them again: {problem}"
         )
     return _with_rates(here, found)
 
@@ -168,7 +174,7 @@ def _read(path: Path, key: dict[str, Any], here: HardwareSpec) -> HardwareSpec |
     try:
         data = read_json(path, "the machine's profile")
         found = {k: (entry["value"], entry["source"]) for k, entry in data["rates"].items()}
-        sound = data["key"] == key and set(RATES) - {OPTIONAL} <= found.keys() <= set(RATES)
+        sound = data["key"] == key and set(RATES) - OPTIONAL <= found.keys() <= set(RATES)
         sound = sound and all(str(how).startswith("measured: ") for _, how in found.values())
         return _with_rates(here, found) if sound else None
     except (InvalidInput, LookupError, AttributeError, TypeError):
@@ -181,7 +187,7 @@ def _write(path: Path, key: dict[str, Any], found: rates.Found) -> str | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"key": key, "rates": kept}, "the machine's profile", indent=1)
-    except (OSError, InvalidInput) as e:
+    except (OSError, InvalidInput, MachineError) as e:
         return str(e)
     return None
 
@@ -195,32 +201,50 @@ def _measure(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> ra
     try:
         if device.type == "cuda":
             found = rates.cuda_lanes(dtype, device) | host_code(device, dtype, here)
-            forget_gpu_memory(device)
         else:
             found = rates.cpu_lanes(dtype) | host_code(device, dtype, here)
-    except RuntimeError as e:  # torch's, such as a GPU without enough memory left
+    except (torch.OutOfMemoryError, MemoryError) as e:
         raise MachineError(
             f"the rates of {device} cannot be measured: {e}. Free what holds its memory, or give "
             f"the rates yourself: hardware=HardwareSpec.from_yaml(...)"
         ) from e
+    finally:
+        if device.type == "cuda":
+            forget_gpu_memory(device)
     date = time.strftime("%Y-%m-%d")
     return {k: (value, f"measured: {how} on {date}") for k, (value, how) in found.items()}
 
 
 def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> rates.Found:
-    """What the executor's own code takes for a task, from a run of next to no work."""
+    """What the executor's own code takes, from runs of next to no work: a task, and a call."""
     model = ModelSpec.from_config(_LEAST | {"dtype": _name(dtype)}, "overhead")
-    s = Strategy(B=4, b_a=1, b_e=64, s_expert=4 * model.expert_bytes, omega=0.5)
-    with Engine.random(model, s, device=str(device), dtype=_name(dtype), hardware=here) as engine:
-        g = build(engine.model, s, "decode", kv_len=16)
+    few = Strategy(B=4, b_a=1, b_e=64, s_expert=4 * model.expert_bytes, omega=0.5)
+    many = few.with_(B=2 * _SHORT_ROWS, b_a=_SHORT_ROWS)
+    with Engine.random(model, few, device=str(device), dtype=_name(dtype), hardware=here) as engine:
+        g = build(engine.model, few, "decode", kv_len=16)
         engine.execute(g, steps=2)  # kernels are compiled
         tl = engine.execute(g, steps=_LEAST_STEPS)
+        # Neighbours of one length would be taken together.
+        short = build(engine.model, many, "decode", lengths=[15, 16] * _SHORT_ROWS)
+        engine.execute(short, steps=2)
+        calls = engine.execute(short, steps=_LEAST_STEPS // 4)
     ends = [float(t) for t in tl.step_end_s]
     # The least: with so many waits between threads, another process disturbs most steps.
     period_s = min(b - a for a, b in itertools.pairwise(ends))
     tiny = f"a model of {model.n_layers} layers {model.hidden} wide"
     how = f"the fastest of {_LEAST_STEPS} steps of {tiny}, over its {len(g)} tasks,"
-    return {"task_s": (period_s / len(g), how)}
+    found: rates.Found = {"task_s": (period_s / len(g), how)}
+    for name, op in (("cpu_call_s", "attn_cpu"), ("gpu_call_s", "attn_gpu")):
+        if op == "attn_gpu" and device.type == "cuda":
+            continue  # one kernel takes all rows
+        spans = [
+            float(end - start)
+            for task, start, end in zip(calls.ids, calls.start_s, calls.end_s, strict=True)
+            if task.op == op
+        ]
+        how = f"{op} of {_SHORT_ROWS} rows of 15 and 16 tokens in {tiny}, a row,"
+        found[name] = (undisturbed(spans) / _SHORT_ROWS, how)
+    return found
 
 
 def _name(dtype: torch.dtype) -> str:

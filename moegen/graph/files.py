@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from moegen.errors import InvalidInput
+from moegen.errors import InvalidInput, MachineError
+
+# Another path would do; anything else is a fault of the machine.
+_OF_THE_PATH = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
 
 
 def read_json(path: str | Path, what: str) -> Any:
@@ -38,7 +51,9 @@ def write_json(path: str | Path, data: Any, what: str, **options: Any) -> None:
     Raises
     ------
     InvalidInput
-        If the data are not JSON, or the file cannot be written.
+        If the data are not JSON, or no file may be at ``path``.
+    MachineError
+        If the machine cannot write it, as where the disk is full.
     """
     try:
         text = json.dumps(data, allow_nan=False, **options)
@@ -47,7 +62,8 @@ def write_json(path: str | Path, data: Any, what: str, **options: Any) -> None:
     try:
         _write(Path(path), text)
     except OSError as e:
-        raise InvalidInput(f"cannot write {what} to {path}: {e.strerror or e}") from e
+        fault = InvalidInput if e.errno in _OF_THE_PATH else MachineError
+        raise fault(f"cannot write {what} to {path}: {e.strerror or e}") from e
     except (ValueError, TypeError) as e:
         raise InvalidInput(f"cannot write {what} to {path!r}: {e}") from e
 
