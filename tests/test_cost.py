@@ -8,7 +8,7 @@ import pytest
 from handmade import task, tid
 
 from moegen.errors import GraphError, InvalidInput
-from moegen.graph.hardware import NO_GPU, HardwareSpec
+from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import NO_WORK, Lane, Task, TaskGraph, TaskId, Work
 from moegen.sim.bounds import bound_s
 from moegen.sim.cost import RESOURCES, Cost, CostModel
@@ -156,12 +156,12 @@ def test_host_code_is_one_threads_for_all_lanes_and_no_part_of_the_bound(hw):
         hw.with_(task_s=0)
 
 
-def test_a_row_of_cpu_attention_costs_something_beside_its_kv(hw):
-    work = {"host_bytes": 100, "rows": 3}
+def test_a_call_of_attention_costs_something_beside_its_kv(hw):
+    work = {"host_bytes": 100, "rows": 5, "calls": 3}
     assert estimate(hw, "attn_cpu", "CPU", **work).seconds == 5.0
-    dear = hw.with_(cpu_row_s=0.25)
+    dear = hw.with_(cpu_call_s=0.25)
     assert estimate(dear, "attn_cpu", "CPU", **work).seconds == 5.75
-    # Where the CPU stands in for the GPU, it takes its rows one by one too.
-    work = {"gpu_bytes": 400, "rows": 3}
+    # Where the CPU stands in for the GPU too.
+    work = {"gpu_bytes": 400, "rows": 5, "calls": 3}
     assert estimate(dear, "attn_gpu", "GPU", **work).seconds == 2.5
-    assert estimate(dear.with_(gpu_name=NO_GPU), "attn_gpu", "GPU", **work).seconds == 3.25
+    assert estimate(dear.with_(gpu_call_s=0.5), "attn_gpu", "GPU", **work).seconds == 4.0

@@ -290,9 +290,8 @@ def test_of_whole_runs(engine, measured, omega, b_a, b_e, wave):
             check_buffers(buffers, ledger)
         tracker = measured.trackers[phase]
         assert 0 < tracker.peak <= own(ledger)
-        assert (
-            store.nbytes <= lines_of(memory(model, engine.prepared.capacities, decode, work).host)["KV store"]
-        )
+        held = lines_of(memory(model, engine.prepared.capacities, decode, work).host)
+        assert store.nbytes <= held["KV store"]
         packed = sum(b.nbytes for b in (*engine.weights.dense, engine.weights.head))
         packed += sum(b.nbytes for b in engine.weights.experts if b is not None)
         said = lines_of(ledger.host)
@@ -402,7 +401,8 @@ def test_peak_on_cuda(family, omega, monkeypatch):
         engine.generate(prompts, [4 + i % 5 for i in range(96)], ignore_eos=True)
         work = Workload.from_lengths([512 - i for i in range(96)], [4 + i % 5 for i in range(96)])
         for phase, s in (("prefill", plan.prefill), ("decode", plan.decode)):
-            said = memory(engine.model, engine.prepared.capacities, s, work, phase=phase).gpu.total_bytes
+            hw = engine.prepared.capacities
+            said = memory(engine.model, hw, s, work, phase=phase).gpu.total_bytes
             print(
                 f"{family} omega {omega} {phase}: {peaks[phase] / 2**20:.0f} MiB held, "
                 f"{said / 2**20:.0f} MiB said"

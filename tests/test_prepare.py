@@ -92,7 +92,7 @@ def test_a_given_gpu_memory_is_never_more_than_host_memory_has_room_for(path, mo
 def test_rates_are_measured_only_where_a_plan_is_chosen_by_them(path, monkeypatch):
     measured = []
 
-    def profile(device, dtype):
+    def profile(device, dtype, *, notes):
         measured.append((device.type, dtype))
         return C2
 

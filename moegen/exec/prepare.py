@@ -165,7 +165,7 @@ class Prepared:
         """The machine with its rates: those given, else measured, once on each machine."""
         from moegen.exec.profile import machine_profile  # it runs an Engine itself
 
-        known = self.rates or machine_profile(self.device, self.family.dtype)
+        known = self.rates or machine_profile(self.device, self.family.dtype, notes=self.notes)
         memories = ("gpu_memory_bytes", "host_memory_bytes")
         source = known.source | {name: self.capacities.source.get(name, "") for name in memories}
         held = {name: getattr(self.capacities, name) for name in memories}
@@ -174,7 +174,8 @@ class Prepared:
     def with_plan(self, plan: Given) -> Prepared:
         """The same with another plan."""
         check_arguments(plan, self.threads)
-        return replace(self, given=plan)
+        # What was measured stays known.
+        return replace(self, given=plan, rates=self.__dict__.get("hardware", self.rates))
 
     def resolve(self, work: Workload) -> Resolved:
         """The plan for ``work``, checked against the machine's memory; nothing is loaded.

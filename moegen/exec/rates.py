@@ -36,7 +36,6 @@ LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _UNCACHED_BYTES = 96 << 20
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
-_SHORT_ROWS = 32
 LATENT_HEADS, LATENT, ROPE, LATENT_CONTEXT = 128, 512, 64, 128
 
 
@@ -131,14 +130,7 @@ def cpu_attention(
         lambda: attention.decode_rows_threaded(latent, q, views, pool, threads),
         beside=beside,
     )
-    attend, _ = grouped(_SHORT_ROWS, dtype, pool, threads, lengths=[1, 2] * (_SHORT_ROWS // 2))
-    row_s = bench.seconds(Lane.CPU, attend, beside=beside) / _SHORT_ROWS
     return {
-        "cpu_row_s": (
-            row_s,
-            f"decode attention of {_SHORT_ROWS} rows of 1 and 2 tokens, a row, "
-            f"{_name(dtype)}, {how}",
-        ),
         "cpu_attn_bytes_per_s": (
             by_bytes,
             f"decode attention, {HEADS} heads in {KV_HEADS} groups of {HEAD_DIM}, {_name(dtype)}, "
@@ -157,15 +149,10 @@ def grouped(
     dtype: torch.dtype,
     pool: Executor | None = None,
     threads: int = 1,
-    lengths: Sequence[int] | None = None,
 ) -> tuple[Work, int]:
-    """Decode attention of ``rows`` rows, each time others, and the bytes of their KV.
-
-    Rows are ``CONTEXT`` tokens long unless ``lengths`` are given.
-    """
-    lengths = [CONTEXT] * rows if lengths is None else list(lengths)
-    sets = -(-32 // rows)  # no cache holds 32 long rows
-    kv = noise((sets * sum(lengths), 2 * KV_HEADS * HEAD_DIM), dtype)
+    """Decode attention of ``rows`` rows, each time others, and the bytes of their KV."""
+    sets = -(-32 // rows)  # no cache holds 32 rows
+    kv = noise((sets * rows * CONTEXT, 2 * KV_HEADS * HEAD_DIM), dtype)
     decode = partial(
         attention.decode_gqa,
         n_heads=HEADS,
@@ -174,7 +161,7 @@ def grouped(
         scale=HEAD_DIM**-0.5,
     )
     q = noise((rows, HEADS * HEAD_DIM), dtype)
-    batches = itertools.cycle([list(part.split(lengths)) for part in kv.chunk(sets)])
+    batches = itertools.cycle([list(part.split(CONTEXT)) for part in kv.chunk(sets)])
 
     def attend() -> None:
         attention.decode_rows_threaded(decode, q, next(batches), pool, threads)

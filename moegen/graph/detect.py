@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from moegen.graph.hardware import NO_GPU, HardwareSpec
+from moegen.graph.hardware import HardwareSpec
 from moegen.graph.host_memory import total_bytes
 
 # PCIe data rate of one lane by generation, after encoding, bytes per second.
@@ -80,7 +80,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         # Lanes are then all CPU threads: a copy is a memcpy, "GPU memory" is host memory.
         why = f"assumed: {found}; CPU lanes stand in"
         gpu = {
-            "gpu_name": NO_GPU,
+            "gpu_name": "none (CPU lanes)",
             "gpu_memory_bytes": host,
             "gpu_flops": values["cpu_flops"],
             "gpu_efficiency": ((1, 0.1), (64, 1.0)),

@@ -15,9 +15,7 @@ from moegen.errors import InvalidInput
 from moegen.units import format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
-# The name of the GPU where there is none, and threads of the CPU stand in for it.
-NO_GPU = "none (CPU lanes)"
-_OPTIONAL = {"task_s", "cpu_row_s", "duplex_bytes_per_s", "price_usd", "power_w"}
+_OPTIONAL = {"task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "price_usd", "power_w"}
 _TEXT = {"name", "gpu_name", "cpu_name"}
 
 
@@ -60,8 +58,9 @@ class HardwareSpec:
     task_s : float or None
         What the executor's own host code takes for a task. One thread at a time runs it, for all
         lanes, so that it is a resource which lanes share; None where that is left out.
-    cpu_row_s : float or None
-        What a row costs decode attention on the CPU beside its KV; None where that is left out.
+    cpu_call_s, gpu_call_s : float or None
+        What a run of rows of one length costs decode attention beside its KV, on the CPU, and on
+        the GPU lane where threads of the CPU stand in for a GPU; None where that is left out.
     price_usd, power_w : float or None
         Of the whole machine, where known.
     source : dict
@@ -88,7 +87,8 @@ class HardwareSpec:
     cpu_attn_bytes_per_s: float
     cpu_attn_flops: float
     task_s: float | None = None
-    cpu_row_s: float | None = None
+    cpu_call_s: float | None = None
+    gpu_call_s: float | None = None
     price_usd: float | None = None
     power_w: float | None = None
     source: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -296,7 +296,8 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("cpu_attn_bytes_per_s", "CPU attention, KV", _rate),
     ("cpu_attn_flops", "CPU attention, FLOPs", _teraflops),
     ("task_s", "host code of a task", format_seconds),
-    ("cpu_row_s", "a row of CPU attention", format_seconds),
+    ("cpu_call_s", "a call of CPU attention", format_seconds),
+    ("gpu_call_s", "  on the GPU lane", format_seconds),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
 )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from moegen.graph.model import Layer
 from moegen.graph.model import Part as Weights
 from moegen.graph.shape import Part, Sizes
@@ -108,19 +110,20 @@ def _send_qkv(z: Sizes, t: TaskId) -> Work:
     return Work(d2h_bytes=nbytes, tokens=z.cpu.tokens, rows=z.cpu.rows) if nbytes else NO_WORK
 
 
-def _decode_attention(z: Sizes, layer: Layer, part: Part) -> tuple[float, float]:
-    """FLOPs and KV bytes of decode attention over ``part``."""
+def _decode_attention(z: Sizes, layer: Layer, part: Part) -> tuple[float, float, int]:
+    """FLOPs, KV bytes, and runs of rows of one length, of decode attention over ``part``."""
     a = layer.attention
     flops, span = a.decode_flops(part.contexts), a.kv_span(part.contexts)
-    return int(flops.sum()), int(span.sum()) * a.kv_width * z.model.act_bytes
+    runs = 1 + int(np.count_nonzero(np.diff(span)))
+    return int(flops.sum()), int(span.sum()) * a.kv_width * z.model.act_bytes, runs
 
 
 @_op("attn_cpu", Lane.CPU, "new KV into the store, then decode attention of the CPU's rows")
 def _attn_cpu(z: Sizes, t: TaskId) -> Work:
     if z.cpu.rows == 0:
         return NO_WORK
-    flops, nbytes = _decode_attention(z, z.layer(t), z.cpu)
-    return Work(flops=flops, host_bytes=nbytes, tokens=z.cpu.tokens, rows=z.cpu.rows)
+    flops, nbytes, calls = _decode_attention(z, z.layer(t), z.cpu)
+    return Work(flops=flops, host_bytes=nbytes, tokens=z.cpu.tokens, rows=z.cpu.rows, calls=calls)
 
 
 @_op("recv_attn", Lane.ACT, "attention output of the CPU's rows goes up")
@@ -149,8 +152,8 @@ def _attn_gpu(z: Sizes, t: TaskId) -> Work:
     part = z.part(t)
     if part.rows == 0:
         return NO_WORK
-    flops, nbytes = _decode_attention(z, z.layer(t), part)
-    return Work(flops=flops, gpu_bytes=nbytes, tokens=part.tokens, rows=part.rows)
+    flops, nbytes, calls = _decode_attention(z, z.layer(t), part)
+    return Work(flops=flops, gpu_bytes=nbytes, tokens=part.tokens, rows=part.rows, calls=calls)
 
 
 @_op("attn_prefill", Lane.GPU, "causal attention of a micro-batch's prompts")

@@ -140,12 +140,14 @@ def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) ->
     """ω where the busier of the link and the CPU is least busy."""
     streamed = _streamed(model, s)
     kv = work.longest(s.B) * model.kv_bytes_per_token
-    rows_s = s.B * model.n_layers * (hw.cpu_row_s or 0.0)
+    prompts, answers = work.lengths
+    mixed = len(set(prompts.tolist())) > 1 or len(set(answers.tolist())) > 1
+    calls_s = (s.B if mixed else 1) * model.n_layers * (hw.cpu_call_s or 0.0)
 
     def busiest(omega: float) -> float:
         link = (streamed + (1 - omega) * kv) / hw.h2d_bytes_per_s
         flops = sum(x.attention.decode_flops(1) for x in model.layers) * work.longest(s.B)
-        cpu = rows_s + max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
+        cpu = calls_s + max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
         return max(link, omega * cpu)
 
     grid = [i / 20 for i in range(21)]

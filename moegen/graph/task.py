@@ -114,6 +114,9 @@ class Work:
         Sequences taking part.
     launches : int
         Kernels or copies to launch.
+    calls : int
+        Of decode attention on a CPU, which takes neighbours of one length together and others
+        one by one.
     """
 
     flops: float = 0.0
@@ -124,6 +127,7 @@ class Work:
     tokens: float = 0.0
     rows: int = 0
     launches: int = 1
+    calls: int = 0
 
     @property
     def empty(self) -> bool:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.checks import number
-from moegen.graph.hardware import NO_GPU
 from moegen.graph.task import Lane, Task, TaskId, Work
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ class Roofline(CostModel):
     A GPU op takes max(FLOPs / (peak x efficiency(tokens a kernel)), bytes / HBM rate) plus a
     launch for each kernel; a bulk copy its latency plus bytes over the link; a zero-copy kernel
     (lanes KV and ACT) a launch plus bytes at the zero-copy rate, never above the link's;
-    CPU attention the longer of reading its KV and of its arithmetic, and what each row costs.
+    CPU attention the longer of reading its KV and of its arithmetic, and what each call costs.
     Whatever touches host memory, copies too, is never faster than host memory gives its bytes.
     Where the machine's ``task_s`` is known, no task is shorter, and short ones share the one
     thread that it takes with those of all lanes.
@@ -183,14 +182,13 @@ class Roofline(CostModel):
         return Cost(seconds, "roofline", demands)
 
     def _overhead(self, task: Task, work: Work) -> float:
-        by_row = task.id.op == "attn_cpu" or (
-            task.id.op == "attn_gpu" and self.hw.gpu_name == NO_GPU
-        )
-        rows_s = work.rows * (self.hw.cpu_row_s or 0.0) if by_row else 0.0
+        hw = self.hw
+        call_s = hw.cpu_call_s if task.lane is Lane.CPU else hw.gpu_call_s
+        calls_s = work.calls * (call_s or 0.0)
         if task.lane is Lane.CPU:
-            return rows_s
-        each = self.hw.copy_latency_s if task.lane is Lane.BULK else self.hw.launch_s
-        return work.launches * each + rows_s
+            return calls_s
+        each = hw.copy_latency_s if task.lane is Lane.BULK else hw.launch_s
+        return work.launches * each + calls_s
 
     def _terms(self, task: Task, work: Work) -> list[float]:
         """Time that each part of the machine needs for its share of the work, in seconds."""
