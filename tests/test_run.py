@@ -16,6 +16,7 @@ import moegen as mg
 from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import read_requests
+from moegen.jobs import Output
 
 
 @pytest.fixture
@@ -412,6 +413,91 @@ def test_a_second_try_that_answers_nothing_keeps_the_answers_of_the_first(job, e
     monkeypatch.setattr(engine, "fail", None)
     assert job(lines).code == 0
     assert sorted(f.name for f in job.partial.parent.glob("out.jsonl*")) == ["out.jsonl"]
+
+
+def _output(job):
+    return Output(job.output, read_requests(job.output.with_name("in.jsonl")))
+
+
+@pytest.fixture
+def requests(job):
+    job.output.with_name("in.jsonl").write_text(_line(1) + "\n" + _line(2) + "\n")
+
+
+def _answer(id):
+    return {"id": id, "text": f"answer {id}"}
+
+
+def test_two_runs_do_not_write_one_output(job, requests):
+    late = _output(job)  # before the first has begun
+    first = _output(job)
+    first.start()
+    first.add(_answer(1))
+    taken = "another process is writing .*partial: wait for it, or choose another --output"
+    with pytest.raises(InvalidInput, match=taken):
+        late.start()
+    with pytest.raises(InvalidInput, match=taken):
+        _output(job)
+    late.abandon()
+    first.add(_answer(2))
+    first.finish()
+    assert _rows(job.output) == [_answer(1), _answer(2)]
+    with pytest.raises(InvalidInput, match="exists already"):
+        late.start()
+    late.abandon()
+    assert _rows(job.output) == [_answer(1), _answer(2)]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_output_that_comes_during_the_run_is_not_replaced(job, requests, monkeypatch, links):
+    def no_links(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    output = _output(job)
+    output.start()
+    output.add(_answer(2))
+    output.add(_answer(1))
+    job.output.write_text("precious")
+    with pytest.raises(InvalidInput, match="exists by now.* All answers are in .*partial"):
+        output.finish()
+    output.abandon()
+    assert job.output.read_text() == "precious"
+    assert _rows(job.partial)[1:] == [_answer(2), _answer(1)]
+    names = sorted(path.name for path in job.output.parent.glob("out*"))
+    assert names == ["out.jsonl", "out.jsonl.partial"]
+
+    job.output.unlink()
+    again = _output(job)
+    again.start()
+    for id in (1, 2):
+        again.add(_answer(id))
+    again.finish()
+    assert _rows(job.output) == [_answer(1), _answer(2)] and not job.partial.exists()
+
+
+def test_kills_lose_no_answers(job, requests):
+    def killed(output):
+        output._file.close()  # what the system does then
+
+    old = job.partial.with_name("out.jsonl.partial.old")
+    answered = _output(job)
+    answered.start()
+    answered.add(_answer(1))
+    killed(answered)
+    for _ in range(3):
+        idle = _output(job)
+        idle.start()
+        idle.add({"id": 2, "error": "no answer"})
+        killed(idle)
+        assert _rows(old)[1:] == [_answer(1)]
+    job.partial.write_text("")  # killed before the first line
+    stopped = _output(job)
+    stopped.start()
+    assert stopped.kept == f" Rows of an earlier try are in {job.partial}."
+    stopped.abandon()
+    assert _rows(job.partial)[1:] == [_answer(1)] and not old.exists()
 
 
 @pytest.mark.parametrize("said", ["", "Unable to allocate 9.00 TiB"])
