@@ -26,7 +26,9 @@ pytestmark = pytest.mark.cpu
 torch = pytest.importorskip("torch")
 
 from moegen.cli import main  # noqa: E402
+from moegen.exec import profile  # noqa: E402
 from moegen.exec.weights import HostWeights  # noqa: E402
+from moegen.graph.detect import detect  # noqa: E402
 from tests.tiny import (  # noqa: E402
     edit_config,
     give_tokenizer,
@@ -37,7 +39,6 @@ from tests.tiny import (  # noqa: E402
 )
 
 ROOT = Path(__file__).parents[1]
-# ω is given so that no test has to measure this machine.
 FAST = ("--device", "cpu", "--omega", "0.5", "--max-tokens", "4")
 NOBODY = 65534
 
@@ -97,6 +98,22 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
         stat = path.lstat()
         found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_machine(tmp_path_factory) -> Iterator[None]:
+    """A profile with the rates assumed of this machine, so that no process measures it."""
+
+    def assumed(*_: object, **__: object) -> dict[str, tuple[object, str]]:
+        rates = {name: getattr(detect(), name) for name in profile.RATES}
+        return {k: (v, "measured: made up") for k, v in rates.items() if v is not None}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
+        with pytest.MonkeyPatch.context() as measuring:
+            measuring.setattr(profile, "_measure", assumed)
+            profile.machine_profile(torch.device("cpu"), torch.float32)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -417,20 +434,26 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def many(place: Place) -> list[str]:
-    """Requests that end one after the other for a long while."""
-    ids = [f"r{i}" for i in range(40)]
-    edit_config(place.model, eos_token_id=None)  # no row ends early
+def many(place: Place) -> dict[str, int]:
+    """Requests and their lengths: some end one after the other, others not for a long while."""
+    lengths = {f"r{i}": 10 * i + 1 if i < 10 else 8000 for i in range(20)}
+    edit_config(place.model, eos_token_id=None, max_position_embeddings=8192)  # none ends early
     (place.model / "generation_config.json").unlink()
-    place.requests(*(line(id, max_tokens=10 * i + 1) for i, id in enumerate(ids)))
-    return ids
+    place.requests(*(line(id, max_tokens=n) for id, n in lengths.items()))
+    return lengths
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_job_that_is_stopped_keeps_its_rows(place, signum, code):
-    ids, partial = many(place), place.path / "out.jsonl.partial"
+    lengths, partial = many(place), place.path / "out.jsonl.partial"
     process = subprocess.Popen(
-        command(place), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(place),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Who ignores a signal hands that down to its children, as a shell does in the background.
+        preexec_fn=lambda: signal.signal(signum, signal.SIG_DFL),
     )
     until = time.monotonic() + 120
     while not partial.exists() or partial.read_text().count("\n") < 4:
@@ -444,8 +467,8 @@ def test_a_job_that_is_stopped_keeps_its_rows(place, signum, code):
     assert err.splitlines()[-1] == f"moegen: stopped. Rows finished so far are in {partial}."
     header, *rows = place.rows(partial.name)
     assert list(header) == ["job"]
-    assert 3 <= len(rows) < len(ids)
-    assert all(row["completion_tokens"] == 10 * ids.index(row["id"]) + 1 for row in rows)
+    assert 3 <= len(rows) < len(lengths)
+    assert all(row["completion_tokens"] == lengths[row["id"]] for row in rows)
     assert sorted(p.name for p in place.path.iterdir()) == ["in.jsonl", "model", partial.name]
 
 
