@@ -109,7 +109,6 @@ class FakeEngine:
                     phase="decode",
                     rows=i + 1,
                     tokens_done=done,
-                    elapsed_s=1.0 + 2.0 * done,
                     prefill_s=1.0,
                     decode_s=2.0 * done,
                 )

@@ -27,7 +27,6 @@ def _step(phase, rows, tokens_done, prefill_s, decode_s):
         phase=phase,
         rows=rows,
         tokens_done=tokens_done,
-        elapsed_s=prefill_s + decode_s,
         prefill_s=prefill_s,
         decode_s=decode_s,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ def over_omega(
     plan: mg.Plan,
     work: mg.Workload,
     lengths: Sequence[int],
-    on_point: Callable[[int, int], None] = lambda done, total: None,
 ) -> pd.DataFrame:
     """One row a point and clock.
 
@@ -39,8 +38,6 @@ def over_omega(
         What must fit memory by the plan. Values of ω by which it does not are left out.
     lengths : sequence of int, shape [rows]
         Tokens that each row has in its KV.
-    on_point : callable, optional
-        Called with the measured points that are done, and all of them.
 
     Returns
     -------
@@ -66,7 +63,6 @@ def over_omega(
             }
         )
 
-    done = 0
     for omega in sorted({*PREDICTED, *MEASURED, plan.decode.omega}):
         s = plan.decode.with_(omega=omega)
         try:
@@ -77,6 +73,4 @@ def over_omega(
         add(omega, "predicted", mg.simulate(graph, cost, steps=STEPS), graph)
         if omega in MEASURED:
             add(omega, "measured", engine.execute(graph, steps=STEPS), graph)
-            done += 1
-            on_point(done, len(MEASURED))
     return pd.DataFrame(rows)

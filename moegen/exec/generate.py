@@ -91,16 +91,13 @@ class StepReport:
         How many took part.
     tokens_done : int
         Tokens sampled so far.
-    elapsed_s : float
-        Since the job began.
     prefill_s, decode_s : float
-        What each phase has taken of it.
+        What each phase has taken so far.
     """
 
     phase: str
     rows: int
     tokens_done: int
-    elapsed_s: float
     prefill_s: float
     decode_s: float
 
@@ -139,7 +136,6 @@ class Generation:
         self.keep_logits, self.delays, self.keep_steps = keep_logits, delays, keep_steps
         self.timelines: list[Timeline] = []
         self.sampled = 0
-        self._began = time.perf_counter()
         self._spent_s = {"prefill": 0.0, "decode": 0.0}
         self._news: deque[tuple[deque[SequenceState], StepReport]] = deque()
 
@@ -244,14 +240,12 @@ class Generation:
                 s.logits.append(logits[i])
             s.take(token, self.eos)
         self.sampled += len(tokens)
-        now = time.perf_counter()
         spent = dict(self._spent_s)
-        spent[program.phase] += now - began
+        spent[program.phase] += time.perf_counter() - began
         report = StepReport(
             program.phase,
             rows=len(tokens),
             tokens_done=self.sampled,
-            elapsed_s=now - self._began,
             prefill_s=spent["prefill"],
             decode_s=spent["decode"],
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -55,15 +54,6 @@ class JobEstimate:
     def time_s(self) -> float:
         """Both phases; loading the model is no part of it."""
         return self.prefill_s + self.decode_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens over time, prefill included."""
-        return self.gen_tokens / self.time_s if self.time_s > 0 else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {**asdict(self), "time_s": self.time_s, "tokens_per_s": self.tokens_per_s}
 
 
 def estimate_job(
