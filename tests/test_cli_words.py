@@ -9,7 +9,7 @@ import pytest
 
 import moegen as mg
 from moegen.cli import console, words
-from moegen.jobs.report import RATES, machine
+from moegen.jobs.report import machine
 from moegen.sim.bounds import bound
 
 
@@ -18,19 +18,25 @@ def _measured(*names):
     how = {name: f"measured: so and so on 2026-01-0{1 + (name == 'gpu_flops')}" for name in names}
     return mg.HardwareSpec(
         **{f: getattr(hw, f) for f in hw.__dataclass_fields__ if f != "source"},
-        source=dict.fromkeys(RATES, "assumed: a guess") | how,
+        source=dict.fromkeys(hw.rates, "assumed: a guess") | how,
     )
 
 
 def test_rates_say_where_they_come_from():
     assert words.rates(_measured()) == "all assumed"
-    assert words.rates(_measured(*RATES)) == (
+    hw = mg.HardwareSpec.from_name("c2")
+    every = hw.rates
+    assert {"launch_s", "gpu_efficiency", "cpu_flops", "copy_latency_s"} <= every.keys()
+    assert hw.with_(task_s=1e-4).rates.keys() - every.keys() == {"task_s"}
+    assert words.rates(_measured(*every)) == (
         "all measured on this machine (2026-01-01, 2026-01-02)"
     )
+    all_but_one = _measured(*(every.keys() - {"launch_s"}))
+    assert words.rates(all_but_one).endswith("; assumed: least time of a kernel")
     said = words.rates(_measured("h2d_bytes_per_s", "gpu_flops"))
-    assert said.startswith("measured: GPU products, link to the GPU; assumed: GPU memory, ")
+    assert said.startswith("measured: GPU products, link to the GPU; assumed: GPU efficiency, ")
     found = machine(_measured("gpu_flops"))["rates"]
-    assert found.keys() == RATES.keys() and found["gpu_flops"]["source"].endswith("2026-01-02")
+    assert found.keys() == every.keys() and found["gpu_flops"]["source"].endswith("2026-01-02")
 
 
 def test_every_part_of_a_bound_has_words():
@@ -65,3 +71,17 @@ def test_a_terminal_gets_a_bar_that_fits_80_columns(capsys, monkeypatch):
         bar.update(643, 757, "15/36 rows, 643/757 tokens, 17.5 tokens/s, 15 s left", "decode")
     said = capsys.readouterr().err
     assert "15/36 rows, 643/757 tokens, 17.5 tokens/s, 15 s left" in said and "━" in said
+
+
+def test_work_goes_on_when_nobody_reads_its_progress(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+        flush = isatty = lambda self: None
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.0)
+    with console.Loading() as loading:
+        loading(1, 2)
+    assert loading.bytes == 1

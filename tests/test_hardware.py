@@ -28,9 +28,9 @@ def test_catalogue_has_a_source_for_every_value(name):
 def test_print_says_which_rates_come_from_the_papers_own_throughputs(name):
     lines = str(HardwareSpec.from_name(name)).splitlines()
     kinds = {line[2:24].strip(): line[42:].strip() for line in lines[1:-1]}
-    assert kinds["link to the GPU"] == kinds["CPU attention, KV"] == "implied by the paper"
-    assert kinds["share of it reached"] == "implied by the paper"
-    assert kinds["GPU products, peak"] == "data sheet"
+    assert kinds["link to the GPU"] == kinds["CPU attention's KV"] == "implied by the paper"
+    assert kinds["GPU efficiency"] == "implied by the paper"
+    assert kinds["GPU products"] == "data sheet"
     assert kinds["link from the GPU"] == "assumed" and kinds["host memory"] == "the paper"
     assert "hw.explain()" in lines[-1]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import moegen as mg
 from moegen.graph.hardware import HardwareSpec
 from moegen.jobs import Report
-from moegen.jobs.report import RATES
 from moegen.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -56,13 +55,13 @@ def flags(s: mg.Strategy) -> str:
 def rates(hw: HardwareSpec) -> str:
     """Where the rates that a prediction rests on come from."""
     of_kind: dict[str, list[str]] = {}
-    for name, label in RATES.items():
+    for name, label in hw.rates.items():
         of_kind.setdefault(hw.kind(name), []).append(label)
     if len(of_kind) == 1 and "measured" not in of_kind:
         return f"all {next(iter(of_kind))}"
     if list(of_kind) == ["measured"]:
         days = {
-            day[0] for name in RATES if (day := re.findall(r"\d{4}-\d\d-\d\d", hw.source[name]))
+            day[0] for name in hw.rates if (day := re.findall(r"\d{4}-\d\d-\d\d", hw.source[name]))
         }
         return f"all measured on this machine ({', '.join(sorted(days))})"
     return "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in of_kind.items())

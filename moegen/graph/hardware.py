@@ -217,6 +217,11 @@ class HardwareSpec:
             return "no source"
         return next((kind for start, kind in _KINDS.items() if text.startswith(start)), "stated")
 
+    @property
+    def rates(self) -> dict[str, str]:
+        """What predictions rest on: each field that has a value, and what to call it."""
+        return {key: label for key, label, _ in self._shown() if key not in _NO_RATES}
+
     def explain(self) -> str:
         """Each field's value with its source in full, a line each."""
         lines = (
@@ -278,26 +283,28 @@ def _reached(curve: tuple[tuple[float, float], ...]) -> str:
     return f"{least:.1%} to {most:.0%}"
 
 
+# What no prediction rests on, or a plan alone.
+_NO_RATES = {"gpu_memory_bytes", "host_memory_bytes", "price_usd", "power_w"}
 # What print() shows: the field, what to call it, and its value for people.
 _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("gpu_memory_bytes", "GPU memory", format_bytes),
     ("host_memory_bytes", "host memory", format_bytes),
-    ("gpu_flops", "GPU products, peak", _teraflops),
-    ("gpu_efficiency", "  share of it reached", _reached),
+    ("gpu_flops", "GPU products", _teraflops),
+    ("gpu_efficiency", "GPU efficiency", _reached),
     ("gpu_bytes_per_s", "GPU memory rate", _rate),
     ("launch_s", "least time of a kernel", format_seconds),
     ("h2d_bytes_per_s", "link to the GPU", _rate),
     ("d2h_bytes_per_s", "link from the GPU", _rate),
-    ("duplex_bytes_per_s", "  both at once, each", _rate),
+    ("duplex_bytes_per_s", "link both ways at once", _rate),
     ("copy_latency_s", "least time of a copy", format_seconds),
     ("zero_copy_bytes_per_s", "kernels over the link", _rate),
     ("cpu_flops", "CPU products", _teraflops),
     ("host_bytes_per_s", "host memory rate", _rate),
-    ("cpu_attn_bytes_per_s", "CPU attention, KV", _rate),
-    ("cpu_attn_flops", "CPU attention, FLOPs", _teraflops),
+    ("cpu_attn_bytes_per_s", "CPU attention's KV", _rate),
+    ("cpu_attn_flops", "CPU attention's FLOPs", _teraflops),
     ("task_s", "host code of a task", format_seconds),
-    ("cpu_call_s", "a call of CPU attention", format_seconds),
-    ("gpu_call_s", "  on the GPU lane", format_seconds),
+    ("cpu_call_s", "call of CPU attention", format_seconds),
+    ("gpu_call_s", "call on the GPU lane", format_seconds),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
 )

@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from moegen.exec.prepare import Prepared, Resolved
     from moegen.sim.job import JobEstimate
 
-# What a prediction rests on, and what to call it.
-RATES = {
-    "gpu_flops": "GPU products",
-    "gpu_bytes_per_s": "GPU memory",
-    "h2d_bytes_per_s": "link to the GPU",
-    "d2h_bytes_per_s": "link from the GPU",
-    "host_bytes_per_s": "host memory",
-    "cpu_attn_bytes_per_s": "CPU attention's KV",
-    "cpu_attn_flops": "CPU attention's FLOPs",
-}
-
 
 @dataclass
 class Report:
@@ -175,6 +164,6 @@ def machine(hw: HardwareSpec) -> dict[str, Any]:
     """A machine's names, and its rates with where they come from."""
     rates = {
         name: {"value": getattr(hw, name), "source": hw.source.get(name, "no source")}
-        for name in RATES
+        for name in hw.rates
     }
     return {"name": hw.name, "gpu_name": hw.gpu_name, "cpu_name": hw.cpu_name, "rates": rates}
