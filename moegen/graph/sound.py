@@ -137,23 +137,42 @@ def _spend(
 
 
 def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> Strategy:
-    """ω where the busier of the link and the CPU is least busy."""
+    """ω where the busier of the link and a layer's chain is least busy.
+
+    In that chain the GPU's products wait for attention, which CPU and GPU do side by side.
+    """
     streamed = _streamed(model, s)
-    kv = work.longest(s.B) * model.kv_bytes_per_token
+    # A row is halfway through its answer on average.
+    tokens = s.B * (2 * work.prompt_tokens + work.gen_tokens) / (2 * work.n)
+    kv = tokens * model.kv_bytes_per_token
     prompts, answers = work.lengths
     mixed = len(set(prompts.tolist())) > 1 or len(set(answers.tolist())) > 1
-    calls_s = (s.B if mixed else 1) * model.n_layers * (hw.cpu_call_s or 0.0)
+    calls = (s.B if mixed else 1) * model.n_layers
+    flops = sum(x.attention.decode_flops(1) for x in model.layers) * tokens
+    on_cpu = calls * (hw.cpu_call_s or 0.0)
+    on_cpu += max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
+    on_gpu = calls * (hw.gpu_call_s or 0.0) + kv / hw.gpu_bytes_per_s
+    products = _products_s(model, hw, s.B)
 
     def busiest(omega: float) -> float:
         link = (streamed + (1 - omega) * kv) / hw.h2d_bytes_per_s
-        flops = sum(x.attention.decode_flops(1) for x in model.layers) * work.longest(s.B)
-        cpu = calls_s + max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
-        return max(link, omega * cpu)
+        return max(link, products + max(omega * on_cpu, (1 - omega) * on_gpu))
 
     grid = [i / 20 for i in range(21)]
     best = min(grid, key=lambda w: (busiest(w), w))
     chosen = s.with_(omega=best)
     return chosen if memory(model, hw, chosen, work).fits else s.with_(omega=0.5)
+
+
+def _products_s(model: ModelSpec, hw: HardwareSpec, B: int) -> float:
+    """What the GPU's products of a decode step take, weights at hand."""
+    total_s = 0.0
+    for x in model.layers:
+        each = B * x.top_k / max(1, x.n_experts)  # tokens of an expert
+        dense, experts = 2.0 * B * x.dense_params, 2.0 * B * x.top_k * x.expert_params
+        by_flops = (dense / hw.efficiency(B) + experts / hw.efficiency(each)) / hw.gpu_flops
+        total_s += max(by_flops, x.weight_bytes / hw.gpu_bytes_per_s)
+    return total_s
 
 
 def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strategy) -> Strategy:
