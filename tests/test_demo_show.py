@@ -13,7 +13,7 @@ import pytest
 import moegen as mg
 from moegen.cli import main
 from moegen.demo import show
-from moegen.demo.results import FILES, results, write_summary
+from moegen.demo.results import FILES, results, write_summary, writing
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import read_requests
 from moegen.units import MIB
@@ -195,9 +195,10 @@ def test_a_failure_leaves_the_former_results(tmp_path):
     folder = tmp_path / "shown"
     with results(folder) as place:
         write_summary(place, {"run": 1})
-    with pytest.raises(MachineError, match="No space left"), results(folder) as place:
-        (place / "answers.jsonl").write_text("{}")
+    with pytest.raises(MachineError, match="No space left"), results(folder), writing(folder):
         raise OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="not of the folder"), results(folder):
+        raise OSError("not of the folder")
     with pytest.raises(KeyboardInterrupt), results(folder):
         raise KeyboardInterrupt
     assert json.loads((folder / "summary.json").read_text())["run"] == 1
@@ -207,6 +208,31 @@ def test_a_failure_leaves_the_former_results(tmp_path):
         write_summary(place, {"run": 2})
         (folder / "notes.txt").write_text("mine")  # someone else writes there meanwhile
     assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("former", [False, True])
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_while_they_are_put_there_leaves_the_former_results(
+    tmp_path, monkeypatch, former, fault
+):
+    folder, rename = tmp_path / "shown", Path.rename
+    if former:
+        with results(folder) as place:
+            write_summary(place, {"run": 1})
+
+    def failing(self, target):
+        if self.name == "new":
+            raise fault
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    wanted = MachineError if isinstance(fault, OSError) else KeyboardInterrupt
+    with pytest.raises(wanted, match="No space" if wanted is MachineError else None):
+        with results(folder) as place:
+            write_summary(place, {"run": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["shown"] * former
+    if former:
+        assert json.loads((folder / "summary.json").read_text())["run"] == 1
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

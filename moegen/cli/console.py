@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 # Where stderr is no terminal, a line is written so often.
@@ -20,9 +20,10 @@ def print_json(data: dict[str, Any]) -> None:
 
 
 def say(*lines: str) -> None:
-    """Lines for a person, on stderr."""
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
+    """Lines for a person, on stderr; work goes on if nobody reads them any more."""
+    with suppress(OSError):
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
 
 
 def warn(notes: Iterable[str]) -> None:
@@ -88,12 +89,14 @@ class Bar:
 
     def __enter__(self) -> Self:
         if self._rich is not None:
-            self._rich.start()
+            with suppress(OSError):  # as in `say`
+                self._rich.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._rich is not None:
-            self._rich.stop()
+            with suppress(OSError):
+                self._rich.stop()
         else:
             self._line()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,21 +49,39 @@ def results(folder: Path) -> Iterator[Path]:
         raise InvalidInput(f"{folder} cannot be made: {place} is no folder")
     if not os.access(place, os.W_OK):
         raise InvalidInput(f"{folder} cannot be made: {place} may not be written")
+    with writing(folder):
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=place))
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=place) as temporary:
-            new, old = Path(temporary) / "new", Path(temporary) / "old"
+        new = temporary / "new"
+        with writing(folder):
             new.mkdir()
-            yield new
-            _refuse_foreign(folder)  # it may have come in the meantime
-            if folder.exists():
-                folder.rename(old)
-            try:
-                new.rename(folder)
-            except OSError:
-                old.rename(folder)
-                raise
+        yield new
+        _refuse_foreign(folder)  # it may have come in the meantime
+        with writing(folder):
+            _replace(folder, new, temporary / "old")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong with a file of ``folder`` into a MachineError."""
+    try:
+        yield
     except OSError as error:
         raise MachineError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _replace(folder: Path, new: Path, old: Path) -> None:
+    """Give ``new`` the name ``folder``, which is as it was before if that fails."""
+    try:
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise
 
 
 def _refuse_foreign(folder: Path) -> None:

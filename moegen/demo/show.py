@@ -18,7 +18,7 @@ import moegen as mg
 from moegen.cache import cache_folder
 from moegen.demo.checkpoint import DENSE_TEXTS, make_checkpoint
 from moegen.demo.curve import over_omega
-from moegen.demo.results import results, write_summary
+from moegen.demo.results import results, write_summary, writing
 from moegen.errors import MachineError
 from moegen.graph.requests import Request, read_requests
 from moegen.jobs import Job, Output, Pace, Report, enough_memory, run_job
@@ -154,14 +154,15 @@ def show(
             assert engine.plan is not None
             lengths = [n for n, new in zip(shape.past, shape.new, strict=True) if new]
             curve = over_omega(engine, engine.plan, report.job.work, lengths)
-        predicted.save(place / "predicted.json")
-        measured.save(place / "measured.json")
         comparison = mg.compare(predicted, measured)
-        comparison.by_op.to_csv(place / "by_operation.csv")
-        curve.to_csv(place / "throughput_vs_omega.csv", index=False)
-        _draw_curve(place, curve, _settings(engine, lengths))
-        _draw_gantt(place, predicted, measured)
-        write_perfetto(place / "trace.json", predicted, measured)
+        with writing(folder):
+            predicted.save(place / "predicted.json")
+            measured.save(place / "measured.json")
+            comparison.by_op.to_csv(place / "by_operation.csv")
+            curve.to_csv(place / "throughput_vs_omega.csv", index=False)
+            _draw_curve(place, curve, _settings(engine, lengths))
+            _draw_gantt(place, predicted, measured)
+            write_perfetto(place / "trace.json", predicted, measured)
         shown = Shown(
             folder=folder,
             checkpoint=source,
@@ -172,7 +173,8 @@ def show(
             curve=curve,
             time_s=time.perf_counter() - began_s,
         )
-        (place / "report.txt").write_text(console.report(shown), encoding="utf-8")
+        with writing(folder):
+            (place / "report.txt").write_text(console.report(shown), encoding="utf-8")
         write_summary(place, shown.to_dict())
     return shown
 

@@ -13,11 +13,11 @@ context) becomes an error line, and the others run. ``finish_reason`` is ``"stop
 the text and ``"length"`` at ``max_tokens``.
 
 While a job runs, its lines are in ``OUTPUT.partial``, in the order in which they finished, below a
-first line that identifies the job. When all are there they are put in order and renamed to
+first line that identifies the job. When all are there they are put in order under the name
 ``OUTPUT``: a file of that name is always complete. A job that was cut short leaves its ``.partial``
-to be read if it holds an answer, else none; started again it begins anew, and what the ``.partial``
-held lies in ``OUTPUT.partial.old`` until it ends. An ``OUTPUT``, or a ``.partial`` of another job or
-of a process that is still writing it, is never overwritten.
+to be read if it holds an answer, else none; started again it begins anew, and the earlier answers
+lie in ``OUTPUT.partial.old`` until it ends. An ``OUTPUT``, or a ``.partial`` of another job or of a
+process that is still writing it, is never overwritten.
 """
 
 from __future__ import annotations
