@@ -11,31 +11,17 @@ from typing import TYPE_CHECKING
 import moegen as mg
 from moegen.graph.hardware import HardwareSpec
 from moegen.jobs import Report
+from moegen.parts import PARTS
 from moegen.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from moegen.bench import Phase
     from moegen.forecast import Forecast
 
-# The parts of moegen.sim.bounds.Bound.
-_PARTS = {
-    "lane BULK": "the copies of weights to the GPU",
-    "lane KV": "the copies of KV between host and GPU",
-    "lane ACT": "the small copies between CPU and GPU",
-    "lane GPU": "the GPU",
-    "lane CPU": "the attention on the CPU",
-    "resource h2d": "the link to the GPU, weights and KV together",
-    "resource d2h": "the link from the GPU",
-    "resource host_memory": "the bandwidth of host memory",
-    "resource gpu": "the GPU",
-    "resource cpu": "the CPU",
-    "chain": "the tasks that wait for one another, layer after layer",
-}
-
 
 def part(name: str) -> str:
     """What limits a step, for someone who has not read the design."""
-    return _PARTS.get(name, name)
+    return PARTS[name].phrase
 
 
 def fields(s: mg.Strategy) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moegen.errors import InvalidInput
+from moegen.parts import PARTS
 from moegen.plot.style import FAINT, bare, letters
 
 if TYPE_CHECKING:
@@ -30,21 +31,19 @@ _AXES = {
     "time_s": "time (s)",
 }
 _SYMBOLS = {"omega": "ω"}
-# The parts of moegen.sim.bounds.Bound, for those who have not read the design. The colours are
-# those of the ops that a part is busy with in a Gantt chart.
+# Of the parts of a bound: those of the ops that a part is busy with in a Gantt chart.
 _BINDS = {
-    "lane BULK": ("link (weights)", "#f6d155"),
-    "lane KV": ("link (KV)", "#41ab5d"),
-    "lane ACT": ("small transfers", "#9e9ac8"),
-    "lane GPU": ("GPU", "#f16913"),
-    "lane CPU": ("CPU attention", "#08519c"),
-    "resource h2d": ("link (weights and KV)", "#d9b300"),
-    "resource d2h": ("link, from the GPU", "#74a33f"),
-    "resource host_memory": ("host memory", "#8c6bb1"),
-    "resource gpu": ("GPU", "#f16913"),
-    "resource cpu": ("CPU attention", "#08519c"),
-    "resource issue": ("host code of the executor", "#7f7f7f"),
-    "chain": ("chain of one layer", "#c51b8a"),
+    "lane BULK": "#f6d155",
+    "lane KV": "#41ab5d",
+    "lane ACT": "#9e9ac8",
+    "lane GPU": "#f16913",
+    "lane CPU": "#08519c",
+    "resource h2d": "#d9b300",
+    "resource d2h": "#74a33f",
+    "resource host_memory": "#8c6bb1",
+    "resource gpu": "#f16913",
+    "resource cpu": "#08519c",
+    "chain": "#c51b8a",
 }
 _OTHER_BINDS = ("#17becf", "#bcbd22", "#e377c2")
 _LINES = ("#1f3b57", "#c0392b", "#1b7f5c", "#8e44ad", "#b9770e", "#2e86c1", "#566573")
@@ -159,7 +158,7 @@ def _set_limits(ax: Axes, frames: Sequence[pd.DataFrame], x: str, y: str) -> Non
 
 
 def _name(binds: str) -> str:
-    return _BINDS[binds][0] if binds in _BINDS else str(binds)
+    return PARTS[binds].short if binds in PARTS else str(binds)
 
 
 def _binding(df: pd.DataFrame) -> dict[str, str]:
@@ -171,7 +170,7 @@ def _binding(df: pd.DataFrame) -> dict[str, str]:
 def _shade(ax: Axes, df: pd.DataFrame, x: str) -> None:
     """Colour the background by what binds, from halfway between one point and the next."""
     xs, names = df[x].tolist(), [_name(b) for b in df["binds"]]
-    colours = {_name(b): _BINDS[b][1] for b in df["binds"] if b in _BINDS}
+    colours = {_name(b): _BINDS[b] for b in df["binds"] if b in _BINDS}
     others = iter(_OTHER_BINDS)
     left, right = ax.get_xlim()
     edges = [left, *((a + b) / 2 for a, b in pairwise(xs)), right]
