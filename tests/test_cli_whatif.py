@@ -98,7 +98,9 @@ def test_places_and_machines_are_checked_before_any_work(capsys, monkeypatch, fl
 def test_more_rows_in_flight_than_the_workload_has_are_taken_as_all(capsys, command):
     point = f"{command} mixtral-8x7b --hw c2 --n 4 --json"
     code, many, err = _main(capsys, f"{point} --B 100")
-    assert code == 0 and err == "moegen: --B 100 is more than there are rows: taken as 4\n"
+    assert code == 0 and err == (
+        "moegen: warning: --B 100 is more than there are rows: taken as 4\n"
+    )
     code, four, err = _main(capsys, f"{point} --B 4")
     assert code == 0 and err == "" and many == four
 
@@ -156,9 +158,18 @@ def test_a_file_is_counted_with_the_models_tokenizer(folder, capsys, monkeypatch
     uniform = f"simulate {folder} --hw c2 --B 3 --n 3 --prompt-len 300 --gen-len 15 --json"
     assert code == 0 and json.loads(out) == json.loads(_main(capsys, uniform)[1])
 
+    # What `moegen run` answers with an error is left out.
+    much = _line(5, "x" * 40_000)
+    file.write_text("\n".join([_line(0, ""), *lines, much]))
+    code, out, err = _main(capsys, f"memory {point} --gen-len 20 --json")
+    assert code == 0 and json.loads(out) == ledger.to_dict()
+    assert err == (
+        "moegen: warning: 2 of 5 rows cannot be served and are left out, the first, id 0: "
+        "the prompt is empty\n"
+    )
     file.write_text(_line(1, ""))
     code, _, err = _main(capsys, f"memory {point}")
-    assert code == 2 and "in.jsonl, id 1: the prompt is empty" in err
+    assert code == 2 and "no row can be served, the first, id 1: the prompt is empty" in err
 
 
 def test_plan_says_what_the_python_api_says(capsys):

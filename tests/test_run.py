@@ -638,9 +638,10 @@ def test_what_no_flag_says_is_left_to_the_engine(job, engine):
 
 
 def test_more_rows_in_flight_than_requests_are_taken_as_all(job, engine):
-    done = job([_line(1), _line(2)], "--B", "100")
+    done = job([_line(1), _line(2)], "--B", "100", "--json")
     assert done.code == 0 and engine.calls[0]["plan"] == {"B": 2}
-    assert "--B 100 is more than there are rows: taken as 2" in done.err
+    note = "--B 100 is more than there are rows: taken as 2"
+    assert f"moegen: warning: {note}" in done.err and note in json.loads(done.out)["notes"]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ def bench(
         "gpu_memory_bytes": size("--gpu-memory", gpu_memory),
         "host_memory_bytes": size("--host-memory", host_memory),
     }
-    given = flags.within(rows).given() or "auto"
+    flags, clipped = flags.within(rows)
+    warn(clipped)
+    given = flags.given() or "auto"
     with jobs.enough_memory():
         whole, prepared, load = _prepare(model, layers, load_format, given, options)
         prepared.require_weights()
@@ -140,6 +142,7 @@ def bench(
         with load(plan) as engine:
             notes = list(dict.fromkeys([*prepared.notes, *engine.notes]))
             warn(notes)
+            notes = clipped + notes
             phases = measure(engine, plan, prompt_len, gen_len, steps)
     if as_json:
         print_json(

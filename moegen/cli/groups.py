@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
@@ -18,6 +17,7 @@ import moegen as mg
 from moegen import jobs
 from moegen.cli.flags import size
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph.requests import read_requests
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -187,12 +187,12 @@ class StrategyFlags:
         ),
     ] = "module"
 
-    def within(self, rows: int) -> StrategyFlags:
-        """The flags with no more rows in flight than there are."""
+    def within(self, rows: int) -> tuple[StrategyFlags, list[str]]:
+        """The flags with no more rows in flight than there are, and a note if that changed them."""
         if self.B is None or self.B <= rows:
-            return self
-        print(f"moegen: --B {self.B} is more than there are rows: taken as {rows}", file=sys.stderr)
-        return replace(self, B=rows)
+            return self, []
+        note = f"--B {self.B} is more than there are rows: taken as {rows}"
+        return replace(self, B=rows), [note]
 
     def given(self) -> dict[str, Any]:
         """The fields of a Strategy that flags were given for."""
@@ -244,14 +244,15 @@ class WorkloadFlags:
         ),
     ] = None
 
-    def read(self, model: str) -> mg.Workload:
-        """The Workload; files are counted with the tokenizer of ``model``, a folder."""
+    def read(self, model: str, spec: mg.ModelSpec) -> tuple[mg.Workload, list[str]]:
+        """The Workload, and notes on it; files are counted with the tokenizer of ``model``."""
         from moegen.graph.workload import presets
 
         if self.workload is None:
-            return mg.Workload.uniform(
+            work = mg.Workload.uniform(
                 n=self.n or 8500, prompt_len=self.prompt_len or 512, gen_len=self.gen_len or 256
             )
+            return work, []
         preset, path = self.workload in presets(), Path(self.workload)
         for flag, value in (
             ("--n", self.n),
@@ -262,21 +263,28 @@ class WorkloadFlags:
             if value is not None:
                 raise InvalidInput(f"--workload {self.workload} says that already: drop {flag}")
         if preset:
-            return mg.Workload.preset(self.workload)
+            return mg.Workload.preset(self.workload), []
         if not path.is_file():
             raise InvalidInput(
                 f"--workload: {self.workload!r} is no file, and none of the presets "
                 f"{', '.join(presets())}"
             )
-        return mg.Workload.from_jsonl(
-            path, count_tokens=_counter(model), gen_len=self.gen_len or 256
+        tokenizer, requests = _tokenizer(model), read_requests(path)
+        job = jobs.Job.encode(requests, tokenizer, spec, self.gen_len or 256)
+        if not job.refused:
+            return replace(job.work, name=path.name), []
+        first = f"id {job.refused[0]['id']!r}: {job.refused[0]['error']}"
+        if not job.served:
+            raise InvalidInput(f"{path}: no row can be served, the first, {first}")
+        note = (
+            f"{len(job.refused)} of {len(requests)} rows cannot be served and are left out, the "
+            f"first, {first}"
         )
+        return replace(job.work, name=path.name), [note]
 
 
-def _counter(model: str) -> Callable[[Any], int]:
-    """Counts the tokens of a prompt or of messages as ``moegen run`` would send them."""
-    from moegen.graph.requests import Request
-
+def _tokenizer(model: str) -> Any:
+    """The tokenizer with which ``moegen run`` would count; errors speak of ``--workload``."""
     needed = "--workload FILE is counted in tokens: MODEL must be a folder with a tokenizer"
     if not Path(model).is_dir():
         raise InvalidInput(f"{needed}, and {model} is no folder")
@@ -289,15 +297,4 @@ def _counter(model: str) -> Callable[[Any], int]:
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise InvalidInput(f"{needed}, and {model} has none")
-
-    def count(content: Any) -> int:
-        if isinstance(content, str):
-            request = Request(0, prompt=content)
-        else:
-            request = Request(0, messages=tuple(content))
-        try:
-            return len(jobs.encode(tokenizer, request))
-        except jobs.Unservable as error:
-            raise InvalidInput(str(error)) from error
-
-    return count
+    return tokenizer

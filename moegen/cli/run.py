@@ -84,7 +84,8 @@ def run(
             --gpu-memory 20GiB --omega 0.5 --timeline timeline.json
     """
     requests = read_requests(input)
-    plan = flags.within(len(requests)).given() or "auto"
+    flags, clipped = flags.within(len(requests))
+    plan = flags.given() or "auto"
     gpu_memory_bytes = size("--gpu-memory", gpu_memory)
     host_memory_bytes = size("--host-memory", host_memory)
     require_writable("--timeline", timeline)
@@ -95,6 +96,7 @@ def run(
     out = jobs.Output(
         output, requests, model=str(model.resolve()), dtype=dtype, max_tokens=max_tokens
     )
+    warn(clipped)
     with interruptible(lambda: out.kept):
         with jobs.enough_memory():
             prepared = engine_class().prepare(
@@ -106,7 +108,7 @@ def run(
                 host_memory_bytes=host_memory_bytes,
             )
             job = jobs.Job.encode(requests, prepared.tokenizer, prepared.model, max_tokens)
-            report = jobs.Report(prepared, job)
+            report = jobs.Report(prepared, job, notes=clipped)
         decode = None
         if job.served:
             decode = _answer(report, out)

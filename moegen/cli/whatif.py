@@ -9,7 +9,7 @@ import typer
 
 import moegen as mg
 from moegen.cli import words
-from moegen.cli.console import print_json
+from moegen.cli.console import print_json, warn
 from moegen.cli.flags import HERE, Hw, Json, Model, machine, require_writable
 from moegen.cli.groups import StrategyFlags, WorkloadFlags, grouped
 from moegen.errors import InvalidInput
@@ -89,8 +89,8 @@ def memory(
 
         moegen memory mixtral-8x7b --hw c2 --B 3640 --b-a 256 --omega 0.6
     """
-    s, rows = _point(flags, work, model)
-    ledger = mg.memory(mg.ModelSpec.from_pretrained(model), machine(hw), s, rows)
+    spec, s, rows = _point(flags, work, model)
+    ledger = mg.memory(spec, machine(hw), s, rows)
     if as_json:
         print_json(ledger.to_dict())
     else:
@@ -123,8 +123,10 @@ def plan(
     from moegen.forecast import forecast  # loads pandas: not for every command
 
     spec, machine_ = mg.ModelSpec.from_pretrained(model), machine(hw)
-    rows = work.read(model)
-    found = forecast(spec, machine_, rows, flags.within(rows.n).given())
+    rows, notes = work.read(model, spec)
+    flags, more = flags.within(rows.n)
+    warn(notes + more)
+    found = forecast(spec, machine_, rows, flags.given())
     if as_json:
         print_json(found.to_dict())
     else:
@@ -165,8 +167,8 @@ def simulate(
     from moegen.sim.bounds import bound
 
     require_writable("--trace", trace)
-    s, rows = _point(flags, work, model)
-    spec, hardware = mg.ModelSpec.from_pretrained(model), machine(hw)
+    spec, s, rows = _point(flags, work, model)
+    hardware = machine(hw)
     mg.memory(spec, hardware, s, rows).require()
     kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
@@ -193,7 +195,10 @@ def simulate(
 
 def _point(
     flags: StrategyFlags, work: WorkloadFlags, model: str
-) -> tuple[mg.Strategy, mg.Workload]:
+) -> tuple[mg.ModelSpec, mg.Strategy, mg.Workload]:
     flags.strategy()  # complete?
-    rows = work.read(model)
-    return flags.within(rows.n).strategy(), rows
+    spec = mg.ModelSpec.from_pretrained(model)
+    rows, notes = work.read(model, spec)
+    flags, more = flags.within(rows.n)
+    warn(notes + more)
+    return spec, flags.strategy(), rows
