@@ -479,3 +479,9 @@ def test_the_version_without_an_installed_package():
     root = Path(moegen.__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.stdout.strip() == "0+unknown", done.stderr
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts", "hidden_size"])
+def test_absurd_counts_are_refused_before_anything_is_made_of_them(key):
+    with pytest.raises(InvalidInput, match=f"{key} must be at most"):
+        ModelSpec.from_config(MIXTRAL | {key: 10**30}, "absurd")

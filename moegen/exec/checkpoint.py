@@ -141,8 +141,11 @@ class Checkpoint:
         try:
             shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {key: self.path / shard for key, shard in shards.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            raise InvalidInput(f"{index} is no index of shards: {e!r}") from e
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+            raise InvalidInput(
+                f"{index} is no index of shards ({e!r}): fetch it again, or remove it if all "
+                "weights are in one file"
+            ) from e
         absent = sorted({f.name for f in files.values() if not f.is_file()})
         if absent:
             raise InvalidInput(

@@ -269,18 +269,21 @@ def require_tensors(checkpoint: Checkpoint, spec: ModelSpec, family: Family) -> 
     InvalidInput
     """
     keys = checkpoint.tensors.keys()
-    pieces = list(family.head_sources())
+
+    def require(pieces: list[Piece]) -> None:
+        for p in pieces:
+            if p.key not in keys:
+                raise InvalidInput(
+                    f"{checkpoint.path} has no tensor {p.key}, which {spec.model_type} needs with "
+                    f"shape {list(p.shape)}"
+                )
+            checkpoint.require(p.key, tuple(p.shape))
+
+    require(family.head_sources())
     for i, layer in enumerate(spec.layers):
-        pieces += family.dense_sources(i, keys)
-        for e in range(layer.n_experts):
-            pieces += family.expert_sources(i, e, keys)
-    for p in pieces:
-        if p.key not in keys:
-            raise InvalidInput(
-                f"{checkpoint.path} has no tensor {p.key}, which {spec.model_type} needs with "
-                f"shape {list(p.shape)}"
-            )
-        checkpoint.require(p.key, tuple(p.shape))
+        require(family.dense_sources(i, keys))
+        for e in range(layer.n_experts):  # as many as the configuration says: one at a time
+            require(family.expert_sources(i, e, keys))
 
 
 _BLOCK = 4_194_301  # prime

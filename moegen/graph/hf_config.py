@@ -30,7 +30,13 @@ class Config:
         """The error for a key with a wrong value."""
         return InvalidInput(f"{self.source}: {key} must be {wanted}, got {self.data.get(key)!r}")
 
-    def integer(self, *keys: str, at_least: int = 1, default: int | None = None) -> int:
+    def integer(
+        self,
+        *keys: str,
+        at_least: int = 1,
+        at_most: int = 2**40,
+        default: int | None = None,
+    ) -> int:
         """The first of ``keys`` that is there, as a whole number."""
         for key in keys:
             value = self.data.get(key)
@@ -38,6 +44,8 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
                 raise self.fail(key, f"a whole number of at least {at_least}")
+            if value > at_most:
+                raise self.fail(key, f"at most {at_most}")
             return value
         if default is None:
             raise InvalidInput(f"{self.source}: key {' or '.join(keys)} is missing")
@@ -69,6 +77,10 @@ class Config:
         if not isinstance(value, list) or len(value) != n or any(v not in allowed for v in value):
             raise self.fail(key, f"a list of {n} of {allowed[0]!r} or {allowed[1]!r}")
         return [word == allowed[0] for word in value]
+
+
+# No model is near; a configuration that says more is damaged, and would fill memory.
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 100_000
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,7 @@ def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSp
     dtype, fmt = _format(c)
     hidden, vocab = c.integer("hidden_size"), c.integer("vocab_size")
     max_context = c.integer("max_position_embeddings")
-    n_layers = c.integer("num_hidden_layers")
+    n_layers = c.integer("num_hidden_layers", at_most=_MOST_LAYERS)
     sparse = _sparse_layers(c, family, n_layers)
     windows = _windows(c, family, n_layers, max_context)
     norm = fmt.plain(family.norm_vectors * hidden)
@@ -217,7 +229,7 @@ def _layer(
 
 
 def _experts(c: Config, family: Family, fmt: Format, hidden: int) -> dict[str, Any]:
-    n = c.integer("n_routed_experts", "num_local_experts", "num_experts")
+    n = c.integer("n_routed_experts", "num_local_experts", "num_experts", at_most=_MOST_EXPERTS)
     top_k = c.integer("num_experts_per_tok")
     if top_k > n:
         raise c.fail("num_experts_per_tok", f"at most the number of experts, {n}")

@@ -107,16 +107,15 @@ def encode(tokenizer: Any, request: Request) -> list[int]:
         raise Unservable("the list of messages is empty")
     if not tokenizer.chat_template:
         raise Unservable('the model has no chat template: send a "prompt" instead of "messages"')
-    from jinja2.exceptions import TemplateError
-
     try:
         return list(
             tokenizer.apply_chat_template(
                 list(request.messages), add_generation_prompt=True, return_dict=False
             )
         )
-    except TemplateError as error:
-        raise Unservable(f"the chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program of the checkpoint's: it may fail anyhow
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Unservable(f"the chat template refuses these messages: {reason}") from error
 
 
 def _require_known(ids: Sequence[int], vocab: int) -> None:
