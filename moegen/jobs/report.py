@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from moegen.graph import host_memory
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import Ledger
 from moegen.jobs.encoded import Job
@@ -29,6 +30,9 @@ class Report:
         None if no request can be answered.
     expected : JobEstimate or None
         Made before the run: every answer as long as it may be.
+    before_bytes : int
+        The most host memory that the process held before loading: measuring a machine for the
+        first time takes some, and gives it back.
     load_s, load_bytes : float, int
     summary : Summary or None
     predicted : JobEstimate or None
@@ -43,6 +47,7 @@ class Report:
     job: Job
     resolved: Resolved | None = None
     expected: JobEstimate | None = None
+    before_bytes: int = 0
     load_s: float = 0.0
     load_bytes: int = 0
     summary: Summary | None = None
@@ -61,6 +66,7 @@ class Report:
         self.prepared.require_weights()  # before the machine is measured for a plan
         self.resolved = self.prepared.resolve(self.job.work)
         self.expected = self._estimate(self.job.limits)
+        self.before_bytes = host_memory.peak_bytes()
         return self.resolved
 
     def finish(self, engine: Engine | None, summary: Summary) -> None:
@@ -121,7 +127,8 @@ class Report:
                 "capacity_bytes": sections[0].capacity_bytes,
                 "peak_bytes": self.peak.get(name),
             }
-        table["host"]["in_host_bytes"] = max(self._in_host(ledger) for ledger in ledgers)
+        in_host = max(self._in_host(ledger) for ledger in ledgers)
+        table["host"]["in_host_bytes"] = max(in_host, self.before_bytes)
         return table
 
     def _in_host(self, ledger: Ledger) -> int:
