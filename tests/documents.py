@@ -9,7 +9,7 @@ from typing import Any
 
 import typer.main
 
-from moegen.cli import app
+from moegen.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import typer.main
 
-from moegen.cli import app, main
+from moegen.cli import main
+from moegen.cli.app import app
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -62,3 +67,37 @@ def test_alone_it_shows_the_commands_in_two_groups(shown):
         at = text.index(f"│ {name} ")
         group = {"demo": run, "run": run, "bench": run}.get(name, plan)
         assert at > group and (group == run) == (at > run)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_result_that_cannot_be_written_is_a_fault_of_the_machine():
+    with open("/dev/full", "w") as full:
+        done = _moegen("inspect mixtral-8x7b", stdout=full)
+    assert done.returncode == 1
+    assert done.stderr == "moegen: cannot write the result: No space left on device\n"
+
+
+def test_a_reader_who_has_seen_enough_is_told_nothing():
+    read, write = os.pipe()
+    os.close(read)
+    done = _moegen("inspect mixtral-8x7b", stdout=write)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_ctrl_c_while_modules_are_imported():
+    code = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from moegen.cli import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (130, "moegen: stopped.\n")
+
+
+def _moegen(line, **options):
+    argv = [sys.executable, "-m", "moegen", *line.split()]
+    return subprocess.run(argv, stderr=subprocess.PIPE, text=True, **options)

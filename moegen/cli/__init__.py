@@ -1,77 +1,60 @@
 """The command line: a thin caller of the Python API.
 
 Results and ``--json`` go to stdout, progress to stderr. Exit codes: 0 done, 1 a fault of the
-machine, 2 wrong usage or input, 3 infeasible, 130 Ctrl-C,
-143 SIGTERM.
+machine, 2 wrong usage or input, 3 infeasible, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
-import inspect
+import errno
+import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Sequence
 
-import typer
-
-import moegen as mg
-from moegen.cli import bench, demo, run, whatif
-from moegen.cli.groups import with_flags
 from moegen.errors import Infeasible, MoegenError
 
-app = typer.Typer(
-    help="Plan, predict and run offline inference of Mixture-of-Experts models "
-    "larger than the GPU.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+_OF_STDOUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the ``moegen`` command; always leaves through ``SystemExit``."""
     try:
+        code = _exit_code(argv)
+        sys.stdout.flush()  # here, where a full disk can still be told
+    except KeyboardInterrupt:
+        print("moegen: stopped.", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # who read it has seen enough
+        _discard_stdout()
+        code = 1
+    except OSError as error:
+        if error.errno not in _OF_STDOUT or error.filename is not None:
+            raise  # a bug: nobody foresaw it
+        print(f"moegen: cannot write the result: {error.strerror or error}", file=sys.stderr)
+        _discard_stdout()
+        code = 1
+    sys.exit(code)
+
+
+def _exit_code(argv: Sequence[str] | None) -> int | str | None:
+    try:
+        from moegen.cli.app import app  # takes a second, in which Ctrl-C may come
+
         app(args=None if argv is None else list(argv), prog_name="moegen")
+    except SystemExit as done:
+        return done.code
     except Infeasible as error:
+        from moegen.cli.groups import with_flags
+
         print(f"moegen: {with_flags(str(error))}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except MoegenError as error:
         print(f"moegen: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    return 0
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"moegen {mg.__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    pass
-
-
-def _add(command: Callable[..., None], panel: str) -> None:
-    """Make a command of a function: its docstring is the help, the examples in it the end."""
-    text, _, examples = (inspect.getdoc(command) or "").partition("\n\nExamples::\n")
-    # rich would keep the ends of the docstring's lines.
-    text = "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
-    epilog = f"Examples:\n{examples}" if examples else None
-    app.command(help=text, epilog=epilog, rich_help_panel=panel)(command)
-
-
-_PLAN, _RUN = "Plan (no weights and no GPU needed)", "Run"
-
-_add(whatif.inspect, _PLAN)
-_add(whatif.plan, _PLAN)
-_add(whatif.memory, _PLAN)
-_add(whatif.simulate, _PLAN)
-_add(demo.demo, _RUN)
-_add(run.run, _RUN)
-_add(bench.bench, _RUN)
+def _discard_stdout() -> None:
+    """Let what is still buffered go nowhere, or the interpreter would fail on it when it ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
