@@ -23,17 +23,17 @@ def _measured(*names):
 
 
 def test_rates_say_where_they_come_from():
-    assert words.rates(_measured()) == "all assumed"
+    assert words.origin_of_rates(_measured()) == "all assumed"
     hw = mg.HardwareSpec.from_name("c2")
     every = hw.rates
     assert {"launch_s", "gpu_efficiency", "cpu_flops", "copy_latency_s"} <= every.keys()
     assert hw.with_(task_s=1e-4).rates.keys() - every.keys() == {"task_s"}
-    assert words.rates(_measured(*every)) == (
+    assert words.origin_of_rates(_measured(*every)) == (
         "all measured on this machine (2026-01-01, 2026-01-02)"
     )
     all_but_one = _measured(*(every.keys() - {"launch_s"}))
-    assert words.rates(all_but_one).endswith("; assumed: least time of a kernel")
-    said = words.rates(_measured("h2d_bytes_per_s", "gpu_flops"))
+    assert words.origin_of_rates(all_but_one).endswith("; assumed: least time of a kernel")
+    said = words.origin_of_rates(_measured("h2d_bytes_per_s", "gpu_flops"))
     assert said.startswith("measured: GPU products, link to the GPU; assumed: GPU efficiency, ")
     found = machine(_measured("gpu_flops"))["rates"]
     assert found.keys() == every.keys() and found["gpu_flops"]["source"].endswith("2026-01-02")

@@ -20,7 +20,6 @@ from moegen.cli.flags import (
     HostMemory,
     Json,
     Model,
-    engine_class,
     require_writable,
     size,
 )
@@ -129,14 +128,14 @@ def bench(
         prepared.require_weights()
         with patience(CHOOSING):
             plan = plan_for_layers(prepared, whole, work)
-            rates = words.rates(prepared.hardware)
+            rates = words.origin_of_rates(prepared.hardware)
         name = f" ({prepared.hardware.gpu_name})" if prepared.device.type == "cuda" else ""
         weights = "random" if load_format is LoadFormat.dummy else "its own"
         say(
             f"{whole.name}, {prepared.model.n_layers} of {whole.n_layers} layers, {weights} "
             f"weights, {prepared.model.dtype}, on {prepared.device.type}{name}",
-            f"Prefill: {words.fields(plan.prefill)}",
-            f"Decode:  {words.fields(plan.decode)}",
+            f"Prefill: {words.strategy_in_fields(plan.prefill)}",
+            f"Decode:  {words.strategy_in_fields(plan.decode)}",
             f"Rates:   {rates}",
         )
         with load(plan) as engine:
@@ -175,14 +174,14 @@ def _prepare(
 ) -> tuple[mg.ModelSpec, Prepared, Callable[[mg.Plan], mg.Engine]]:
     """The whole model, what is to be measured of it, and how to load that."""
     if load_format is LoadFormat.auto:
-        prepared = engine_class().prepare(name, plan=given, **options)
+        prepared = jobs.engine_class().prepare(name, plan=given, **options)
 
         def load(_: mg.Plan) -> mg.Engine:
             with Loading() as loading:
                 return prepared.load(loading)
 
         return prepared.model, prepared, load
-    random = engine_class().random
+    random = jobs.engine_class().random
     from moegen.exec.prepare import Prepared
 
     whole = mg.ModelSpec.from_pretrained(name)

@@ -10,7 +10,7 @@ import typer
 
 import moegen as mg
 from moegen import jobs
-from moegen.errors import InvalidInput, MachineError
+from moegen.errors import InvalidInput
 from moegen.graph import hardware
 from moegen.units import parse_bytes
 
@@ -105,11 +105,3 @@ def require_writable(flag: str, path: Path | None) -> None:
             jobs.require_writable(path)
         except InvalidInput as error:
             raise InvalidInput(f"{flag}: {error}") from error
-
-
-def engine_class() -> type[mg.Engine]:
-    """The Engine; MachineError that says what to install if it cannot be imported."""
-    try:
-        return mg.Engine
-    except ModuleNotFoundError as error:
-        raise MachineError(str(error)) from error

@@ -17,7 +17,6 @@ from moegen.cli.flags import (
     GpuMemory,
     HostMemory,
     Json,
-    engine_class,
     require_writable,
     size,
 )
@@ -99,7 +98,7 @@ def run(
     warn(clipped)
     with interruptible(lambda: out.kept):
         with jobs.enough_memory():
-            prepared = engine_class().prepare(
+            prepared = jobs.engine_class().prepare(
                 model,
                 plan=plan,
                 device=device,

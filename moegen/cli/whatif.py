@@ -130,7 +130,7 @@ def plan(
     if as_json:
         print_json(found.to_dict())
     else:
-        print("\n".join(words.forecast(found)))
+        print("\n".join(words.forecast_in_words(found)))
 
 
 @grouped

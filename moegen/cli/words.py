@@ -24,7 +24,7 @@ def part(name: str) -> str:
     return PARTS[name].phrase
 
 
-def fields(s: mg.Strategy) -> str:
+def strategy_in_fields(s: mg.Strategy) -> str:
     """A strategy by its fields, in the order of the flags."""
     sizes = ("s_expert", "s_params")
     return ", ".join(
@@ -33,12 +33,12 @@ def fields(s: mg.Strategy) -> str:
     )
 
 
-def flags(s: mg.Strategy) -> str:
+def strategy_in_flags(s: mg.Strategy) -> str:
     """A strategy as flags that bring it back."""
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in s.to_dict().items())
 
 
-def rates(hw: HardwareSpec) -> str:
+def origin_of_rates(hw: HardwareSpec) -> str:
     """Where the rates that a prediction rests on come from."""
     of_kind: dict[str, list[str]] = {}
     for name, label in hw.rates.items():
@@ -59,8 +59,8 @@ def opening(report: Report) -> Iterator[str]:
     assert resolved is not None and expected is not None
     name = f" ({prepared.hardware.gpu_name})" if report.on_gpu else ""
     yield f"Device {prepared.device.type}{name}, {prepared.model.dtype}"
-    yield f"Prefill: {fields(resolved.plan.prefill)}"
-    yield f"Decode:  {fields(resolved.plan.decode)}"
+    yield f"Prefill: {strategy_in_fields(resolved.plan.prefill)}"
+    yield f"Decode:  {strategy_in_fields(resolved.plan.decode)}"
     host, gpu = (report.memory[name] for name in ("host", "gpu"))
     yield f"Memory:  host {_of(host)}, {_gpu(report)} {_of(gpu)}"
     yield (
@@ -68,7 +68,7 @@ def opening(report: Report) -> Iterator[str]:
         f"as it may be: prefill {format_seconds(expected.prefill_s)}, decode "
         f"{format_seconds(expected.decode_s)}"
     )
-    yield f"Rates:   {rates(prepared.hardware)}"
+    yield f"Rates:   {origin_of_rates(prepared.hardware)}"
 
 
 def _gpu(report: Report) -> str:
@@ -100,8 +100,8 @@ def closing(report: Report, output: Path) -> Iterator[str]:
 def _against_the_plan(report: Report) -> Iterator[str]:
     summary, predicted, resolved = report.summary, report.predicted, report.resolved
     assert summary is not None and predicted is not None and resolved is not None
-    yield f"  Prefill  {fields(resolved.plan.prefill)}"
-    yield f"  Decode   {fields(resolved.plan.decode)}"
+    yield f"  Prefill  {strategy_in_fields(resolved.plan.prefill)}"
+    yield f"  Decode   {strategy_in_fields(resolved.plan.decode)}"
     loaded, load_s = report.load_bytes, report.load_s
     yield (
         f"  Loading  {loaded / 1e9:.2f} GB in {format_seconds(load_s)}, "
@@ -110,7 +110,7 @@ def _against_the_plan(report: Report) -> Iterator[str]:
     yield f"  Time     {_held(report.measured_s, predicted.time_s, 'predicted for these answers')}"
     yield f"           prefill {_held(summary.prefill_s, predicted.prefill_s)}"
     yield f"           decode {_held(summary.decode_s, predicted.decode_s)}"
-    yield f"  Rates    {rates(report.prepared.hardware)}"
+    yield f"  Rates    {origin_of_rates(report.prepared.hardware)}"
     host, gpu = report.memory["host"], report.memory["gpu"]
     at_peak, in_host = host["peak_bytes"], host["in_host_bytes"]
     assert in_host is not None
@@ -158,7 +158,7 @@ def anatomy(spec: mg.ModelSpec) -> Iterator[str]:
         yield f"        {format_bytes(layer.dense_bytes)} of other weights"
 
 
-def forecast(f: Forecast) -> Iterator[str]:
+def forecast_in_words(f: Forecast) -> Iterator[str]:
     """A plan in words, and what is predicted of it."""
     d, p = f.plan.decode, f.plan.prefill
     yield f"{f.model.name} on {f.hw.name}: {f.work.name}, {f.work.n:,} rows"
@@ -178,8 +178,8 @@ def forecast(f: Forecast) -> Iterator[str]:
         "Limits",
         f"of a decode step {part(f.decode_binds)}; of a prefill wave {part(f.prefill_binds)}",
     )
-    yield from _item("Rates", rates(f.hw))
-    yield f"{'Flags':<9}{flags(d)}"
+    yield from _item("Rates", origin_of_rates(f.hw))
+    yield f"{'Flags':<9}{strategy_in_flags(d)}"
 
 
 def _item(name: str, text: str) -> list[str]:

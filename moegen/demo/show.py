@@ -19,9 +19,8 @@ from moegen.cache import cache_folder
 from moegen.demo.checkpoint import DENSE_TEXTS, make_checkpoint
 from moegen.demo.curve import over_omega
 from moegen.demo.results import results, write_summary, writing
-from moegen.errors import MachineError
 from moegen.graph.requests import Request, read_requests
-from moegen.jobs import Job, Output, Pace, Report, enough_memory, run_job
+from moegen.jobs import Job, Output, Pace, Report, engine_class, enough_memory, run_job
 from moegen.plot import predicted_and_measured, throughput
 from moegen.sim.bounds import Bound, bound
 from moegen.trace import write_perfetto
@@ -185,7 +184,7 @@ def _answered(
 ) -> Iterator[tuple[mg.Engine, Report]]:
     """The engine that has answered ``requests``, and the report of it."""
     with enough_memory():
-        prepared = _engine_class().prepare(
+        prepared = engine_class().prepare(
             source, device=device, dtype="float32", gpu_memory_bytes=GPU_MEMORY_BYTES
         )
         job = Job.encode(requests, prepared.tokenizer, prepared.model)
@@ -206,13 +205,6 @@ def _answered(
             summary = run_job(engine, job, output, on_row=pace.on_row, on_step=on_step)
         report.finish(engine, summary)
         yield engine, report
-
-
-def _engine_class() -> type[mg.Engine]:
-    try:
-        return mg.Engine
-    except ModuleNotFoundError as error:
-        raise MachineError(str(error)) from error
 
 
 def _differing(wanted: Path, answers: Path) -> list[str | int]:

@@ -26,7 +26,7 @@ from moegen.jobs.encoded import Job, Unservable, encode
 from moegen.jobs.output import Output, Row, require_writable
 from moegen.jobs.pace import Pace
 from moegen.jobs.report import Report
-from moegen.jobs.run import Summary, enough_memory, run_job
+from moegen.jobs.run import Summary, engine_class, enough_memory, run_job
 
 __all__ = [
     "Job",
@@ -37,6 +37,7 @@ __all__ = [
     "Summary",
     "Unservable",
     "encode",
+    "engine_class",
     "enough_memory",
     "require_writable",
     "run_job",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import moegen as mg
 from moegen.errors import MachineError
 from moegen.graph.hardware import HardwareSpec
 from moegen.jobs.encoded import Job
@@ -57,6 +58,14 @@ class Summary:
         """Plain data, for JSON; without the length of each answer."""
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "gen_lens"}
         return named | {"tokens_per_s": self.tokens_per_s}
+
+
+def engine_class() -> type[Engine]:
+    """The Engine; MachineError that says what to install if it cannot be imported."""
+    try:
+        return mg.Engine
+    except ModuleNotFoundError as error:
+        raise MachineError(str(error)) from error
 
 
 @contextmanager
