@@ -146,7 +146,7 @@ def _label(timeline: Timeline, i: int) -> str:
 
 
 def _args(timeline: Timeline, i: int) -> dict[str, Any]:
-    task_id, work = timeline.ids[i], timeline.tasks[i].work
+    task_id, work = timeline.ids[i], timeline.work_done[i]
     args: dict[str, Any] = {k: v for k, v in task_id._asdict().items() if v != -1}
     if any(e.reason.kind is EdgeKind.DATA for e in timeline.waits_for(task_id)):
         # A copy of weights has no inputs: it would seem to wait since the run began.

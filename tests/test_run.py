@@ -142,7 +142,7 @@ def test_predictions_are_for_the_limits_before_and_for_what_came_out_after(
     monkeypatch.setattr("moegen.sim.job.estimate_job", estimate)
     said = job([_line(1, "abc"), _line(2, "defgh"), _line(3, "")], "--max-tokens", "4").err
     assert seen == [(engine.model, [3, 5], [4, 4]), (engine.model, [3, 5], [3, 4])]
-    assert "Time:    at most 3.00 s expected" in said
+    assert "Time:    about 3.00 s expected" in said
     # Prefill 1 s and decode 4 s were measured.
     assert "  Time     5.00 s, predicted for these answers 3.00 s (-40%)\n" in said
     assert "           prefill 1.00 s, predicted 1.00 s (+0%)\n" in said
@@ -667,3 +667,16 @@ def test_a_timeline_never_lands_on_the_requests(job, tmp_path):
     for name in ("in.jsonl", "out.jsonl"):
         done = job([_line(1)], "--timeline", str(tmp_path / name))
         assert done.code == 2 and "file of requests or of answers" in done.err
+
+
+def test_a_timeline_never_lands_in_the_checkpoint(job, tmp_path):
+    done = job([_line(1)], "--timeline", str(tmp_path / "model" / "config.json"))
+    assert done.code == 2 and "is in the checkpoint's folder" in done.err
+
+
+@pytest.mark.parametrize("flags", [["plan", "x" * 300], ["plan", "c2", "--hw", "y" * 300]])
+def test_a_name_that_is_too_long_is_said(capsys, flags):
+    with pytest.raises(SystemExit) as exit_:
+        main(flags)
+    assert exit_.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

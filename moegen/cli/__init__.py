@@ -11,8 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from moegen.errors import Infeasible, MoegenError
+from moegen.errors import Infeasible, InvalidInput, MoegenError
 
+# Of a path that somebody gave: it is too long, loops, or leads where one may not go.
+_OF_PATHS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR}
 _OF_STDOUT = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -28,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         _discard_stdout()
         code = 1
     except OSError as error:
+        if error.errno in _OF_PATHS and error.filename is not None:
+            print(f"moegen: {error.filename}: {error.strerror}", file=sys.stderr)
+            sys.exit(InvalidInput.exit_code)
         if error.errno not in _OF_STDOUT or error.filename is not None:
             raise  # a bug: nobody foresaw it
         print(f"moegen: cannot write the result: {error.strerror or error}", file=sys.stderr)

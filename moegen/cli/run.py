@@ -90,6 +90,8 @@ def run(
     require_writable("--timeline", timeline)
     if timeline is not None and timeline.resolve() in (input.resolve(), output.resolve()):
         raise InvalidInput(f"--timeline: {timeline} is the file of requests or of answers")
+    if timeline is not None and model.resolve() in timeline.resolve().parents:
+        raise InvalidInput(f"--timeline: {timeline} is in the checkpoint's folder, {model}")
     if not model.is_dir():
         raise InvalidInput(f"--model: {model} is no folder with a checkpoint")
     out = jobs.Output(

@@ -64,7 +64,7 @@ def opening(report: Report) -> Iterator[str]:
     host, gpu = (report.memory[name] for name in ("host", "gpu"))
     yield f"Memory:  host {_of(host)}, {_gpu(report)} {_of(gpu)}"
     yield (
-        f"Time:    at most {format_seconds(expected.time_s)} expected, if every answer is as long "
+        f"Time:    about {format_seconds(expected.time_s)} expected, if every answer is as long "
         f"as it may be: prefill {format_seconds(expected.prefill_s)}, decode "
         f"{format_seconds(expected.decode_s)}"
     )

@@ -22,7 +22,7 @@ class Pace:
 
     The rows of a batch decode together, one token a step each, so what a batch still needs is
     the steps of the row that may get the most tokens. A row that ends early takes its share
-    out of the tokens in all, and perhaps steps with it: the time left is an upper estimate.
+    out of the tokens in all, and perhaps steps with it: the time left then shrinks.
 
     Parameters
     ----------
