@@ -430,7 +430,9 @@ class Timeline:
         Raises
         ------
         InvalidInput
-            If the file cannot be written, or ``meta`` is not JSON.
+            If no file can be of that name, or ``meta`` is not JSON.
+        MachineError
+            If it cannot be written.
         """
         write_json(path, self.to_dict(), "the timeline")
 

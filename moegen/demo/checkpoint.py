@@ -167,7 +167,6 @@ def _write(
     _mixtral_config(model.config, settings).save_pretrained(folder)
     assert model.generation_config is not None
     model.generation_config.save_pretrained(folder)
-    tokenizer.clean_up_tokenization_spaces = False  # it would harm this tokenizer's texts
     tokenizer.save_pretrained(folder)
     _write_shards(folder, _mixtral_weights(model, settings))
     files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}

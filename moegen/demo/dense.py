@@ -63,6 +63,7 @@ def dense_model(layers: int | None = None) -> tuple[PreTrainedModel, PreTrainedT
     for name in ("bos_token", "eos_token", "pad_token"):  # some versions take others
         token_id = getattr(model.config, f"{name}_id")
         setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.clean_up_tokenization_spaces = False  # it would harm this tokenizer's texts
     return model, tokenizer
 
 
