@@ -61,7 +61,8 @@ def _predicted(shown: Shown) -> str:
     worst = (table["predicted_s"] - table["measured_s"]).abs().idxmax()
     row = table.loc[worst]
     return (
-        f"A decode step was predicted to take {format_seconds(c.predicted_period_s)} and took "
+        f"A decode step of the {shown.rows} rows that were left was predicted to take "
+        f"{format_seconds(c.predicted_period_s)} and took "
         f"{format_seconds(c.measured_period_s)}: the prediction was {abs(c.error):.0%} too "
         f"{'short' if c.error < 0 else 'long'}. Furthest off is {worst} on lane {row['lane']}: "
         f"{format_seconds(row['predicted_s'])} predicted, {format_seconds(row['measured_s'])} "
@@ -83,7 +84,8 @@ def _bound(shown: Shown) -> str:
         f"By the machine's rates no such step is shorter than "
         f"{format_seconds(shown.bound.seconds)}, {share:.0%} of what it took, because of "
         f"{part(shown.bound.binds)}. The plan took ω = {omega:g} (the share of "
-        f"attention on the CPU): {predicted[omega]:.1f} tokens/s predicted, of at most "
-        f"{predicted.max():.1f} at {predicted.idxmax():g}; the best of {len(measured)} measured "
-        f"points was {measured.max():.1f} at {measured.idxmax():g}."
+        f"attention on the CPU): {predicted[omega]:.1f} tokens/s predicted and "
+        f"{measured[omega]:.1f} measured with these rows; the best of the curve are "
+        f"{predicted.max():.1f} predicted at {predicted.idxmax():g} and {measured.max():.1f} "
+        f"measured at {measured.idxmax():g}."
     )

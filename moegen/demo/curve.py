@@ -71,6 +71,6 @@ def over_omega(
             continue
         graph = mg.build(engine.model, s.with_(B=len(lengths)), "decode", lengths=list(lengths))
         add(omega, "predicted", mg.simulate(graph, cost, steps=STEPS), graph)
-        if omega in MEASURED:
+        if omega in (*MEASURED, plan.decode.omega):
             add(omega, "measured", engine.execute(graph, steps=STEPS), graph)
     return pd.DataFrame(rows)

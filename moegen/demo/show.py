@@ -51,6 +51,8 @@ class Shown:
         Plan, memory and times of the run.
     differing : list
         Ids of the requests whose text is not the dense model's.
+    rows : int
+        That were still there in the steps compared, and in those of the curve.
     comparison : Comparison
         Of the last decode steps before the batch was laid out anew.
     bound : Bound
@@ -65,6 +67,7 @@ class Shown:
     checkpoint: Path
     report: Report
     differing: list[str | int]
+    rows: int
     comparison: Comparison
     bound: Bound
     curve: pd.DataFrame
@@ -80,6 +83,7 @@ class Shown:
             "texts_equal": len(self.report.job.served) - len(self.differing),
             "texts_differing": self.differing,
             "decode_step": steps,
+            "decode_step_rows": self.rows,
             "decode_step_bound": {"seconds": self.bound.seconds, "binds": self.bound.binds},
             "throughput_vs_omega": self.curve.to_dict("records"),
             "time_s_in_all": self.time_s,
@@ -167,6 +171,7 @@ def show(
             checkpoint=source,
             report=report,
             differing=_differing(source / DENSE_TEXTS, place / "answers.jsonl"),
+            rows=len(lengths),
             comparison=comparison,
             bound=bound(graph, cost),
             curve=curve,
