@@ -138,7 +138,7 @@ def bench(
             f"Decode:  {words.strategy_in_fields(plan.decode)}",
             f"Rates:   {rates}",
         )
-        with load(plan) as engine:
+        with load() as engine:
             notes = list(dict.fromkeys([*prepared.notes, *engine.notes]))
             warn(notes)
             notes = clipped + notes
@@ -171,17 +171,17 @@ def _prepare(
     load_format: LoadFormat,
     given: Any,
     options: dict[str, Any],
-) -> tuple[mg.ModelSpec, Prepared, Callable[[mg.Plan], mg.Engine]]:
+) -> tuple[mg.ModelSpec, Prepared, Callable[[], mg.Engine]]:
     """The whole model, what is to be measured of it, and how to load that."""
     if load_format is LoadFormat.auto:
         prepared = jobs.engine_class().prepare(name, plan=given, **options)
 
-        def load(_: mg.Plan) -> mg.Engine:
+        def load() -> mg.Engine:
             with Loading() as loading:
                 return prepared.load(loading)
 
         return prepared.model, prepared, load
-    random = jobs.engine_class().random
+    jobs.engine_class()  # says what to install, if that is missing
     from moegen.exec.prepare import Prepared
 
     whole = mg.ModelSpec.from_pretrained(name)
@@ -189,4 +189,4 @@ def _prepare(
     part = whole if layers is None else whole.with_(n_layers=layers)
     options["dtype"] = whole.dtype
     prepared = Prepared.of_model(part, given, **options)
-    return whole, prepared, lambda plan: random(part, plan, **options)
+    return whole, prepared, prepared.fill

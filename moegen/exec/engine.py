@@ -209,11 +209,7 @@ class Engine:
         InvalidInput, Infeasible, MachineError
         """
         seed = whole(seed, "seed", at_most=2**63 - 1)
-        prepared = Prepared.of_model(model, plan, **options)
-        prepared.require_weights()
-        pin = prepared.device.type == "cuda"
-        weights = HostWeights.random(prepared.model, prepared.family, seed=seed, pin=pin)
-        return cls(prepared, weights)
+        return Prepared.of_model(model, plan, **options).fill(seed)
 
     def generate(
         self,

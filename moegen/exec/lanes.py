@@ -394,5 +394,5 @@ def give_back_gpu_memory(device: torch.device) -> None:
 
 def forget_gpu_memory(device: torch.device) -> None:
     """Give back what the allocator holds and nobody uses, and count its peak anew."""
-    torch.cuda.empty_cache()
+    give_back_gpu_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -228,6 +228,21 @@ class Prepared:
         weights = HostWeights.load(self.path, self.model, self.family, pin=pin, progress=progress)
         return Engine(self, weights)
 
+    def fill(self, seed: int = 0) -> Engine:
+        """Make the weights up: an Engine for measuring speed.
+
+        Raises
+        ------
+        Infeasible
+            If host memory cannot hold the weights.
+        """
+        from moegen.exec.engine import Engine
+
+        self.require_weights()
+        pin = self.device.type == "cuda"
+        weights = HostWeights.random(self.model, self.family, seed=seed, pin=pin)
+        return Engine(self, weights)
+
     def require_weights(self) -> None:
         """Raise Infeasible if host memory cannot hold the weights and one short row."""
         least = Strategy(B=1, b_a=1, b_e=1, kv_slots=1, dense_slots=1)

@@ -151,7 +151,7 @@ def _key(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> dict[s
         "device": device.type,
         "gpu": gpu_identity(device) if on_gpu else None,
         "pinned": on_gpu and locking_problem(rates.LINK_BYTES) is None,
-        "dtype": _name(dtype),
+        "dtype": rates.dtype_name(dtype),
         "torch_threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "moegen": moegen.__version__,
@@ -217,10 +217,12 @@ def _measure(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> ra
 
 def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> rates.Found:
     """What the executor's own code takes, from runs of next to no work: a task, and a call."""
-    model = ModelSpec.from_config(_LEAST | {"dtype": _name(dtype)}, "overhead")
+    model = ModelSpec.from_config(_LEAST | {"dtype": rates.dtype_name(dtype)}, "overhead")
     few = Strategy(B=4, b_a=1, b_e=64, s_expert=4 * model.expert_bytes, omega=0.5)
     many = few.with_(B=2 * _SHORT_ROWS, b_a=_SHORT_ROWS)
-    with Engine.random(model, few, device=str(device), dtype=_name(dtype), hardware=here) as engine:
+    with Engine.random(
+        model, few, device=str(device), dtype=rates.dtype_name(dtype), hardware=here
+    ) as engine:
         g = build(engine.model, few, "decode", kv_len=16)
         engine.execute(g, steps=2)  # kernels are compiled
         tl = engine.execute(g, steps=_LEAST_STEPS)
@@ -245,7 +247,3 @@ def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> r
         how = f"{op} of {_SHORT_ROWS} rows of 15 and 16 tokens in {tiny}, a row,"
         found[name] = (undisturbed(spans) / _SHORT_ROWS, how)
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -93,7 +93,7 @@ def product_curve(
                 break
     best = max(rates.values())
     shares = itertools.accumulate((rate / best for rate in rates.values()), max)
-    how = f"a {products.hidden} x {products.width} MLP in {_name(products.dtype)}"
+    how = f"a {products.hidden} x {products.width} MLP in {dtype_name(products.dtype)}"
     how += f" over {', '.join(str(n) for n in rates)} tokens, weights not in any cache"
     if each_with is not None:
         how += ", the next ones copied meanwhile"
@@ -133,13 +133,13 @@ def cpu_attention(
     return {
         "cpu_attn_bytes_per_s": (
             by_bytes,
-            f"decode attention, {HEADS} heads in {KV_HEADS} groups of {HEAD_DIM}, {_name(dtype)}, "
-            f"{how}",
+            f"decode attention, {HEADS} heads in {KV_HEADS} groups of {HEAD_DIM}, "
+            f"{dtype_name(dtype)}, {how}",
         ),
         "cpu_attn_flops": (
             by_flops,
             f"absorbed latent attention, {LATENT_HEADS} heads on {LATENT} + {ROPE}, "
-            f"{_name(dtype)}, {how}",
+            f"{dtype_name(dtype)}, {how}",
         ),
     }
 
@@ -231,7 +231,7 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
         attend, nbytes = grouped(4, dtype)
         found["gpu_bytes_per_s"] = (
             nbytes / bench.seconds(Lane.GPU, attend),
-            f"decode attention on the GPU lane, which reads host memory, {_name(dtype)}, {by}",
+            f"decode attention on the GPU lane, which reads host memory, {dtype_name(dtype)}, {by}",
         )
         del attend
         company = (Lane.GPU, products.over(64))
@@ -310,7 +310,7 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
         product = host.over(256)
         found["cpu_flops"] = (
             host.flops(256) / _seconds(product),
-            f"a 768 x 1024 MLP over 256 tokens in {_name(dtype)}, torch's "
+            f"a 768 x 1024 MLP over 256 tokens in {dtype_name(dtype)}, torch's "
             f"{torch.get_num_threads()} thread(s)",
         )
     finally:
@@ -368,5 +368,6 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | Non
     return block.repeat(-(-n // len(block)))[:n].view(shape)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as configurations write it."""
     return str(dtype).removeprefix("torch.")
