@@ -18,6 +18,8 @@ from moegen.graph.sizes import Capacity
 # Decode attention on the GPU splits rows until about so many programs run, and where a split
 # has more tokens than that; a program has up to so many query heads.
 SPLIT_PROGRAMS, SPLIT_TOKENS, HEAD_TILE = 1024, 1024, 16
+# Pieces of the working memory begin at multiples of this.
+ARENA_ALIGN_BYTES = 256
 
 
 @dataclass(frozen=True)
