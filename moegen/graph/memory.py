@@ -1,9 +1,9 @@
 """The only byte accounting: Eq. 2 (host) and Eq. 3 (GPU) of MoE-Gen as a ledger, line by line.
 
 A ledger is an upper bound on what a run holds, whatever the order of its rows: buffers by
-`moegen.graph.sizes`, what ops hold beside them by `moegen.graph.working`. What the allocator,
-the libraries' workspaces and the CUDA context take on top is not known here and not counted,
-nor are the copies of logits that someone asks to keep.
+`moegen.graph.sizes`, what ops work in by `moegen.graph.working`, what the GPU's allocator and
+libraries add by `moegen.graph.allocator`. The CUDA context, with the code of kernels, is
+outside: it lies in no process's allocator. So are copies of logits that someone asks to keep.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.allocator import (
+    SMALL_BYTES,
+    reserved_bytes,
+    returned_bytes,
+    workspace_bytes,
+)
 from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
@@ -25,7 +31,7 @@ from moegen.graph.sizes import (
     packed_bytes,
 )
 from moegen.graph.strategy import Strategy
-from moegen.graph.working import routing_bytes, temporaries
+from moegen.graph.working import aligned, kept_bytes, largest_frame
 from moegen.graph.workload import Workload
 from moegen.units import GIB, format_bytes
 
@@ -48,6 +54,7 @@ _REMEDY = {
     "KV slots": "a smaller b_a or fewer kv_slots",
     "row table": "a smaller B",
     "hidden states": "a smaller B",
+    "positions": "a smaller B",
     "queries, keys and values": "a smaller B (decode) or b_a (prefill)",
     "attention output": "a smaller B (decode) or b_a (prefill)",
     "routing": "a smaller B",
@@ -55,9 +62,14 @@ _REMEDY = {
     "shared experts' output": "a smaller B",
     "logits": "a smaller B",
     "temporaries": "a smaller b_e, b_a (prefill) or B",
+    "libraries": "a GPU with more memory",
+    "allocator": "a GPU with more memory",
 }
 # Lines that no strategy changes.
-_FIXED = {"weights", "weights as packed", "embedding and output matrix", "this process"}
+_FIXED = {
+    "weights", "weights as packed", "embedding and output matrix", "this process", "libraries",
+    "allocator",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -283,15 +295,21 @@ class _Need:
 
     def gpu(self) -> list[tuple[str, int, str]]:
         m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most
-        padding = sum(
-            resident * (dense_blob_bytes(m, x) - x.dense_bytes)
-            + n * (expert_blob_bytes(m, x) - x.expert_bytes - x.expert_scale_bytes)
+        packed = sum(
+            aligned(resident * dense_blob_bytes(m, x)) + aligned(n * expert_blob_bytes(m, x))
             for x, resident, n in zip(m.layers, kept.dense, kept.experts, strict=True)
         )
-        needed = temporaries(m, self.phase, most, s.b_e)
-        a, hidden, tokens, staged = m.act_bytes, m.hidden, most.tokens, most.staged_tokens
+        own, frame = kept_bytes(m, self.phase, most), largest_frame(m, s, self.phase, most)
+        returned = returned_bytes(m, self.phase, most)
+        tokens, staged = most.tokens, most.staged_tokens
         top_k = max(x.top_k for x in m.layers)
-        shared = any(x.shared_params for x in m.layers)
+        # What is asked of the allocator, block by block, and what it takes for that.
+        rings = sizes.block_bytes
+        blocks = (m.head_bytes, packed, rings, sum(own.values()) + frame.bytes, returned)
+        in_slots = sizes.ring_bytes(
+            *(name for name, ring in sizes.rings.items() if ring[2] == "gpu")
+        )
+        extra = sum(map(reserved_bytes, blocks)) - sum(blocks) + rings - in_slots + SMALL_BYTES
 
         def slots(ring: str, name: str) -> str:
             n = sizes.slots(ring)
@@ -300,7 +318,7 @@ class _Need:
         return [
             (
                 "resident weights",
-                kept.bytes + padding,
+                packed,
                 f"{sum(kept.dense)} dense blobs, {sum(kept.experts)} experts (S_Params)",
             ),
             ("embedding and output matrix", m.head_bytes, "always on the GPU"),
@@ -320,22 +338,25 @@ class _Need:
                 sizes.ring_bytes("rows", "counts", "tokens"),
                 f"{s.B} rows; counts by expert, tokens",
             ),
-            ("hidden states", 2 * tokens * hidden * a, f"{tokens} tokens: residual and normed"),
+            ("hidden states", own["hidden states"], f"{tokens} tokens: residual and normed"),
+            ("positions", own["positions"], f"{tokens} tokens: rotary angles"),
             ("queries, keys and values", sizes.ring_bytes("qkv"), f"2 of {staged} tokens"),
             ("attention output", sizes.ring_bytes("attn_out"), f"{staged} tokens"),
-            (
-                "routing",
-                max(routing_bytes(x, tokens) for x in m.layers),
-                f"{tokens} x {top_k} choices, sorted",
-            ),
-            ("outputs by expert", tokens * top_k * hidden * a, f"{tokens} x {top_k}"),
-            ("shared experts' output", shared * tokens * hidden * a, f"{tokens} tokens"),
+            ("routing", own.get("routing", 0), f"{tokens} x {top_k} choices, sorted"),
+            ("outputs by expert", own.get("outputs by expert", 0), f"{tokens} x {top_k}"),
+            ("shared experts' output", own.get("shared experts' output", 0), f"{tokens} tokens"),
             ("logits", sizes.ring_bytes("logits"), f"{s.B} rows"),
             (
                 "temporaries",
-                needed.bytes,
-                f"{needed.op} takes most: {needed.tokens} {_UNIT.get(needed.op, 'tokens')} at once",
+                frame.bytes,
+                f"{frame.op} takes most: {frame.n} {_UNIT.get(frame.op, 'tokens')} at once",
             ),
+            (
+                "libraries",
+                workspace_bytes(m) + returned,
+                f"workspaces; {format_bytes(returned)} that attention returns",
+            ),
+            ("allocator", extra, "segments that it takes for all this"),
         ]
 
 
