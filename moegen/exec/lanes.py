@@ -392,17 +392,6 @@ def give_back_gpu_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def reserve_gpu_memory(nbytes: int, device: torch.device) -> None:
-    """Have the allocator hold so much for what the GPU lane's libraries allocate themselves.
-
-    Requests of many sizes, one after the other, are then served from one segment, and take no
-    more of the GPU than this. Nothing to do on CPU lanes.
-    """
-    if nbytes and device.type == "cuda":
-        with torch.cuda.stream(_cuda_stream(device, Lane.GPU)):
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
 def forget_gpu_memory(device: torch.device) -> None:
     """Give back what the allocator holds and nobody uses, and count its peak anew."""
     give_back_gpu_memory(device)

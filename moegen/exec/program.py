@@ -21,11 +21,10 @@ from moegen.exec.buffers import Buffers, Capacity
 from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
 from moegen.exec.kv import KVStore
-from moegen.exec.lanes import give_back_gpu_memory, reserve_gpu_memory
+from moegen.exec.lanes import give_back_gpu_memory
 from moegen.exec.step import Span, Step
 from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights
-from moegen.graph.allocator import returned_bytes
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import expert_range
 from moegen.graph.residency import Residency, residency
@@ -164,7 +163,6 @@ class Program:
             working_bytes(self.model, self.strategy, self.phase, capacity), machinery.device
         )
         self.scratch = Scratch(self.model, self.phase, capacity, machinery.family.dtype, self.arena)
-        reserve_gpu_memory(returned_bytes(self.model, self.phase, capacity), machinery.device)
         self.grouped_below = GROUPED_BELOW_TOKENS.get(machinery.device.type, 0)
         # The row table's columns of the step that each of its slots holds.
         self._columns: dict[int, tuple[Step, dict[str, Tensor]]] = {}

@@ -2,13 +2,13 @@
 
 torch's caching allocator takes memory from the driver in segments and keeps them; its
 ``max_memory_reserved`` is what a process is seen to hold. A run therefore asks for few large
-blocks, and what libraries ask for in between is reserved before it begins.
+blocks, before it begins; while it is on, nothing but small constants and the libraries'
+workspaces is allocated.
 """
 
 from __future__ import annotations
 
-from moegen.graph.model import ModelSpec, Phase
-from moegen.graph.sizes import Capacity
+from moegen.graph.model import ModelSpec
 from moegen.units import MIB
 
 # Of torch's caching allocator (c10/cuda/CUDACachingAllocator): requests of up to 1 MiB share
@@ -38,22 +38,3 @@ def workspace_bytes(model: ModelSpec) -> int:
     """Workspaces of the matrix libraries: cuBLAS, and cuBLASLt where a product has a bias."""
     biased = any(x.attention.qkv_bias or x.attention.out_bias for x in model.layers)
     return CUBLAS_BYTES * (1 + biased)
-
-
-def returned_bytes(model: ModelSpec, phase: Phase, c: Capacity) -> int:
-    """The most that a library's call returns in memory of its own.
-
-    Fused attention over packed prompts (half precision, grouped queries) returns its output
-    and a float32 sum a head.
-    """
-    if phase != "prefill" or model.act_bytes != 2:
-        return 0
-    return max(
-        0 if at.kind == "mla" else _attention(c.staged_tokens, at.n_heads, at.head_dim)
-        for at in (x.attention for x in model.layers)
-    )
-
-
-def _attention(n: int, heads: int, width: int) -> int:
-    # Each request is rounded to 512 bytes; a state of the random generator is among them.
-    return n * heads * (2 * width + 4) + 4 * 512

@@ -13,12 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegen.errors import Infeasible, InvalidInput
-from moegen.graph.allocator import (
-    SMALL_BYTES,
-    reserved_bytes,
-    returned_bytes,
-    workspace_bytes,
-)
+from moegen.graph.allocator import SMALL_BYTES, reserved_bytes, workspace_bytes
 from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
@@ -300,12 +295,11 @@ class _Need:
             for x, resident, n in zip(m.layers, kept.dense, kept.experts, strict=True)
         )
         own, frame = kept_bytes(m, self.phase, most), largest_frame(m, s, self.phase, most)
-        returned = returned_bytes(m, self.phase, most)
         tokens, staged = most.tokens, most.staged_tokens
         top_k = max(x.top_k for x in m.layers)
         # What is asked of the allocator, block by block, and what it takes for that.
         rings = sizes.block_bytes
-        blocks = (m.head_bytes, packed, rings, sum(own.values()) + frame.bytes, returned)
+        blocks = (m.head_bytes, packed, rings, sum(own.values()) + frame.bytes)
         in_slots = sizes.ring_bytes(
             *(name for name, ring in sizes.rings.items() if ring[2] == "gpu")
         )
@@ -351,11 +345,7 @@ class _Need:
                 frame.bytes,
                 f"{frame.op} takes most: {frame.n} {_UNIT.get(frame.op, 'tokens')} at once",
             ),
-            (
-                "libraries",
-                workspace_bytes(m) + returned,
-                f"workspaces; {format_bytes(returned)} that attention returns",
-            ),
+            ("libraries", workspace_bytes(m), "workspaces for products of matrices"),
             ("allocator", extra, "segments that it takes for all this"),
         ]
 

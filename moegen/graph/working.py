@@ -25,8 +25,8 @@ ARENA_ALIGN_BYTES = BLOCK_ALIGN_BYTES
 # waves on a large GPU; and where a split would have more tokens than that, lest a long row among
 # short ones leave one program streaming alone. A program has up to so many query heads.
 SPLIT_PROGRAMS, SPLIT_TOKENS, HEAD_TILE = 1024, 1024, 16
-# Choices that are sorted by expert are counted in blocks of at least so many.
-SORT_BLOCK = 64
+# Choices that are sorted by expert are counted so many at a time.
+SORT_CHUNK = 1024
 
 _SIZES = {"activation": 0, "float32": 4, "int32": 4}
 
@@ -172,9 +172,8 @@ def _route(model: ModelSpec, layer: Layer, n: int, tokens: int, a: int) -> int:
 
 
 def sort_bytes(choices: int, n_experts: int) -> int:
-    """What sorting choices by expert takes at most: counts of each block, and of all."""
-    blocks = -(-choices // SORT_BLOCK)
-    return aligned(4 * blocks * n_experts, 4 * n_experts)
+    """What sorting choices by expert takes at most: counts by expert of each chunk."""
+    return aligned(4 * -(-choices // SORT_CHUNK) * n_experts)
 
 
 def decode_block(d_key: int, act_bytes: int, latent: bool) -> int:

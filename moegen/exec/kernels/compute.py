@@ -123,7 +123,13 @@ def route(p: Program, task: Task, index: int, step: Step) -> None:
     counts = p.buffers.counts[p.slot("counts", task, index), :n_experts]
     with p.arena.frame():
         p.family.ops.sort_choices(
-            s.ids[:n], n_experts, s.order[: n * k], s.inverse[:n], s.expert_ends, counts, p.arena
+            s.ids[:n],
+            n_experts,
+            s.order[: n * k],
+            s.inverse[:n],
+            s.expert_ends[:n_experts],
+            counts,
+            p.arena,
         )
 
 

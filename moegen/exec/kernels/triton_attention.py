@@ -184,7 +184,7 @@ def decode_attention(
     out : Tensor [R, n_heads * dv]
         Written; same dtype as ``q``.
     arena : Arena
-        Gives memory for what the programs of a row leave each; the caller takes it back.
+        Gives memory for what the programs of a row leave each.
     scale : float
         Factor on the scores before the softmax.
     max_length : int
@@ -234,50 +234,50 @@ def decode_attention(
     split_tokens = decode_split(max_length, tiles, block)
     n_splits = triton.cdiv(max_length, split_tokens)
     one = n_splits == 1
-    if one:
+    with arena.frame():
         part = lse = out
-    else:
-        part = arena.take(rows, n_heads, n_splits, dv, dtype=torch.float32)
-        lse = arena.take(rows, n_heads, n_splits, dtype=torch.float32)
-    _attend_kernel[(tiles, n_splits)](
-        q,
-        kv,
-        start,
-        length,
-        part,
-        lse,
-        n_splits,
-        split_tokens,
-        scale * math.log2(math.e),
-        N_HEADS=n_heads,
-        N_KV_HEADS=n_kv_heads,
-        D1=d1,
-        D2=d2,
-        DV=dv,
-        D1_PAD=_pad(d1),
-        D2_PAD=_pad(d2),
-        DV_PAD=_pad(dv),
-        KV_WIDTH=kv_width,
-        HEAD_TILE=HEAD_TILE,
-        BLOCK=block,
-        LATENT=latent,
-        ONE_SPLIT=one,
-        num_warps=4 if q.element_size() == 2 else 8,  # with 4, float32 spills registers
-        num_stages=2,
-    )
-    if not one:
-        _merge_kernel[(rows * n_heads,)](
+        if not one:
+            part = arena.take(rows, n_heads, n_splits, dv, dtype=torch.float32)
+            lse = arena.take(rows, n_heads, n_splits, dtype=torch.float32)
+        _attend_kernel[(tiles, n_splits)](
+            q,
+            kv,
+            start,
+            length,
             part,
             lse,
-            length,
-            out,
             n_splits,
             split_tokens,
+            scale * math.log2(math.e),
             N_HEADS=n_heads,
+            N_KV_HEADS=n_kv_heads,
+            D1=d1,
+            D2=d2,
             DV=dv,
+            D1_PAD=_pad(d1),
+            D2_PAD=_pad(d2),
             DV_PAD=_pad(dv),
-            num_warps=min(4, _pad(dv) // 16),
+            KV_WIDTH=kv_width,
+            HEAD_TILE=HEAD_TILE,
+            BLOCK=block,
+            LATENT=latent,
+            ONE_SPLIT=one,
+            num_warps=4 if q.element_size() == 2 else 8,  # with 4, float32 spills registers
+            num_stages=2,
         )
+        if not one:
+            _merge_kernel[(rows * n_heads,)](
+                part,
+                lse,
+                length,
+                out,
+                n_splits,
+                split_tokens,
+                N_HEADS=n_heads,
+                DV=dv,
+                DV_PAD=_pad(dv),
+                num_warps=min(4, _pad(dv) // 16),
+            )
     return out
 
 
