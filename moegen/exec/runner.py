@@ -6,6 +6,7 @@ caller's, off the lanes, as steps go by.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -80,7 +81,7 @@ class Runner(Generic[StepT]):
         )
         streams = open_streams(self.device, clock, self._fail, issuer.wake)
         thread = Worker("moegen-issue", self._issue, issuer, streams)
-        with _quick_handover():
+        with _quick_handover(), _short_collections():
             try:
                 thread.start()
                 self._resolve_along(issuer)
@@ -185,3 +186,14 @@ def _quick_handover() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(before)
+
+
+@contextmanager
+def _short_collections() -> Iterator[None]:
+    """Spare the garbage collector what was there before: looking through all that torch and
+    transformers make takes a tenth of a second, in which nothing is issued."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
