@@ -166,7 +166,7 @@ class Prepared:
         from moegen.exec.profile import machine_profile  # it runs an Engine itself
 
         known = self.rates or machine_profile(self.device, self.family.dtype, notes=self.notes)
-        memories = ("gpu_memory_bytes", "host_memory_bytes")
+        memories = ("gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes")
         source = known.source | {name: self.capacities.source.get(name, "") for name in memories}
         held = {name: getattr(self.capacities, name) for name in memories}
         return replace(known, **held, source=source)
@@ -315,4 +315,10 @@ def _capacities(
         if capacity is None:
             capacity = free_gpu_memory(device)
             source["gpu_memory_bytes"] = "measured: free on the GPU now"
-    return replace(hw, gpu_memory_bytes=capacity, host_memory_bytes=free, source=source)
+    return replace(
+        hw,
+        gpu_memory_bytes=capacity,
+        host_memory_bytes=free,
+        gpu_workspace_bytes=hw.gpu_workspace_bytes if device.type == "cuda" else None,
+        source=source,
+    )

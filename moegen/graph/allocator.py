@@ -17,8 +17,6 @@ _SMALL, _SMALL_SEGMENT, _SEGMENT, _ROUND = MIB, 2 * MIB, 20 * MIB, 2 * MIB
 # Small tensors have a segment on each stream that makes any: constants, the GPU lane's reductions,
 # where the KV lane's windows begin.
 SMALL_BYTES = 3 * _SMALL_SEGMENT
-# What torch gives cuBLAS to work in on one stream of a Hopper GPU; others get less.
-CUBLAS_BYTES = 32 * MIB
 
 
 def reserved_bytes(n_bytes: int) -> int:
@@ -34,7 +32,7 @@ def reserved_bytes(n_bytes: int) -> int:
     return max(_SEGMENT, -(-n_bytes // _ROUND) * _ROUND)
 
 
-def workspace_bytes(model: ModelSpec) -> int:
+def library_bytes(model: ModelSpec, workspace_bytes: float) -> int:
     """Workspaces of the matrix libraries: cuBLAS, and cuBLASLt where a product has a bias."""
     biased = any(x.attention.qkv_bias or x.attention.out_bias for x in model.layers)
-    return CUBLAS_BYTES * (1 + biased)
+    return int(workspace_bytes) * (1 + biased)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegen.errors import Infeasible, InvalidInput
-from moegen.graph.allocator import SMALL_BYTES, reserved_bytes, workspace_bytes
+from moegen.graph.allocator import SMALL_BYTES, library_bytes, reserved_bytes
 from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
@@ -231,7 +231,7 @@ def memory(
     return Ledger(
         f"{model.name} on {hw.name}, {phase}, B={s.B}",
         Section("host", int(hw.host_memory_bytes), _lines(need.host())),
-        Section("gpu", int(hw.gpu_memory_bytes), _lines(need.gpu())),
+        Section("gpu", int(hw.gpu_memory_bytes), _lines(need.gpu(hw.gpu_workspace_bytes))),
     )
 
 
@@ -288,7 +288,7 @@ class _Need:
             ),
         ]
 
-    def gpu(self) -> list[tuple[str, int, str]]:
+    def gpu(self, workspace_bytes: float | None) -> list[tuple[str, int, str]]:
         m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most
         packed = sum(
             aligned(resident * dense_blob_bytes(m, x)) + aligned(n * expert_blob_bytes(m, x))
@@ -303,7 +303,10 @@ class _Need:
         in_slots = sizes.ring_bytes(
             *(name for name, ring in sizes.rings.items() if ring[2] == "gpu")
         )
-        extra = sum(map(reserved_bytes, blocks)) - sum(blocks) + rings - in_slots + SMALL_BYTES
+        libraries, taken = 0, sum(blocks)
+        if workspace_bytes is not None:
+            libraries = library_bytes(m, workspace_bytes)
+            taken = sum(map(reserved_bytes, blocks)) + SMALL_BYTES
 
         def slots(ring: str, name: str) -> str:
             n = sizes.slots(ring)
@@ -345,8 +348,8 @@ class _Need:
                 frame.bytes,
                 f"{frame.op} takes most: {frame.n} {_UNIT.get(frame.op, 'tokens')} at once",
             ),
-            ("libraries", workspace_bytes(m), "workspaces for products of matrices"),
-            ("allocator", extra, "segments that it takes for all this"),
+            ("libraries", libraries, "workspaces for products of matrices"),
+            ("allocator", taken - sum(blocks) + rings - in_slots, "rounding of all this"),
         ]
 
 
