@@ -14,7 +14,7 @@ from moegen.cli import main
 from moegen.graph.task import Lane, TaskGraph, Work
 from moegen.sim.bounds import Bound
 
-SMALL = "--prompt-len 12 --gen-len 8 --n 6 --steps 3 --gpu-memory 2MiB"
+SMALL = "--prompt-len 12 --gen-len 8 --n 6 --steps 3 --gpu-memory 1800KiB"
 
 
 @pytest.fixture

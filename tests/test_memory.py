@@ -71,7 +71,7 @@ def test_the_papers_strategy_fits():
     assert gpu["KV slots"] == 2 * 256 * 768 * 4096
     assert gpu["embedding and output matrix"] == (2 * 32000 + 1) * 4096 * 2
     assert gpu["logits"] == 3640 * 32000 * 2
-    assert gpu["libraries"] == 32 * 2**20
+    assert gpu["libraries"] == C2.gpu_workspace_bytes == 8519680
     assert ledger.gpu.total_bytes == sum(gpu.values())
     assert ledger.gpu.free_bytes == 24e9 - ledger.gpu.total_bytes
 
@@ -104,6 +104,23 @@ def test_prefill_counts_tokens_and_no_kv_slots():
     assert lines(memory(LITE, C2, small, WORK).gpu)["temporaries"] < expanded
     with pytest.raises(InvalidInput, match="phase"):
         memory(MIXTRAL, C2, s, WORK, phase="train")  # type: ignore[arg-type]
+
+
+def test_what_the_gpu_takes_beside_tensors():
+    s = PAPER.with_(B=100)
+    plain = memory(MIXTRAL, C2.with_(gpu_workspace_bytes=None), s, WORK).gpu
+    assert "libraries" not in lines(plain)
+    # Nothing but where buffers begin: each at a multiple of 256 bytes.
+    assert lines(plain).get("allocator", 0) < 16 * 256
+    on_gpu = memory(MIXTRAL, C2, s, WORK).gpu
+    assert 0 < lines(on_gpu)["allocator"] < 64 * 2**20
+    same = {"libraries", "allocator"}
+    assert {k: n for k, n in lines(plain).items() if k not in same} == {
+        k: n for k, n in lines(on_gpu).items() if k not in same
+    }
+    biased = ModelSpec.from_config(LITE.hf | {"attention_bias": True}, name="biased")
+    gpu = memory(biased, C2, Strategy(B=1, b_a=1, b_e=1), WORK).gpu
+    assert lines(gpu)["libraries"] == 2 * C2.gpu_workspace_bytes
 
 
 def test_resident_weights_leave_no_slots():

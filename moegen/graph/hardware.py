@@ -314,6 +314,7 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("task_s", "host code of a task", format_seconds),
     ("cpu_call_s", "call of CPU attention", format_seconds),
     ("gpu_call_s", "call on the GPU lane", format_seconds),
+    ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
 )
