@@ -84,9 +84,7 @@ def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, pool=
     n, dtype = len(ids), family.dtype
     x = filled((n, family.spec.hidden), dtype)
     family.embed(store.head_views(), torch.tensor(ids, dtype=torch.int64), x)
-    rotated = family.spec.layers[0].attention
-    width = rotated.rope_head_dim if rotated.kind == "mla" else rotated.head_dim
-    cos, sin = torch.empty(2, n, width // 2)
+    cos, sin = torch.empty(2, n, len(family.rope.inv_freq))
     family.angles(torch.tensor(pos), cos, sin)
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     for i, layer in enumerate(family.spec.layers):
