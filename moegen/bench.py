@@ -182,6 +182,9 @@ def mixed_wave(
     prompts = mixed_prompts(*mixed, tokens=waves * plan.prefill.B * prompt_len)
     work = Workload.from_lengths(prompts, [1] * len(prompts), name="mixed")
     s = sound_prefill(model, hw, work, plan.decode.with_(B=work.n))
+    as_many = s.with_(B=-(-work.n // waves))
+    if memory(model, hw, as_many, work, phase="prefill", batch=work.n).gpu.fits:
+        s = as_many
     dealt = deal(prompts, room(s, work, work.n))
     wave = dealt.lengths(prompts)[0].tolist()
     return build(model, s.with_(b_a=dealt.part_rows), "prefill", lengths=wave)

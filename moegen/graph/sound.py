@@ -30,7 +30,8 @@ EXPERT_TILE = 8192
 # With routed fetch the link waits, in each layer, for what leads to the routing: about so many
 # tasks one after another, each so long for host code alone where no rate says it.
 CHAIN_TASKS, TASK_S = 12, 1e-4
-# From this share of active experts on it is not worth a try.
+# It has to save a tenth of a layer's time: rates are rough, and a task for each expert is more
+# work for the host than one for a group.
 ROUTED_SHARE = 0.9
 
 
@@ -186,16 +187,12 @@ def _fetch(model: ModelSpec, hw: HardwareSpec, work: Workload, B: int) -> Fetch:
     layer = model.layers[model.moe_layers[0]]
     n = layer.n_experts
     active = n * (1 - (1 - layer.top_k / n) ** B)
-    if active >= ROUTED_SHARE * n:
-        return "all"
     tokens = B * (2 * work.prompt_tokens + work.gen_tokens) / (2 * work.n)
     kv, flops = layer.kv_bytes_per_token * tokens, layer.attention.decode_flops(1) * tokens
     chain_s = CHAIN_TASKS * (hw.task_s or TASK_S)
     chain_s += max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
-    dense_s, expert_s = layer.dense_bytes / hw.h2d_bytes_per_s, _expert_s(model, hw)
+    dense_s = layer.dense_bytes / hw.h2d_bytes_per_s
+    expert_s = hw.copy_latency_s + model.expert_bytes / hw.h2d_bytes_per_s
     routed_s = max(chain_s, dense_s) + active * expert_s
-    return "routed" if routed_s < max(chain_s, dense_s + n * expert_s) else "all"
-
-
-def _expert_s(model: ModelSpec, hw: HardwareSpec) -> float:
-    return hw.copy_latency_s + model.expert_bytes / hw.h2d_bytes_per_s
+    all_s = max(chain_s, dense_s + n * expert_s)
+    return "routed" if routed_s < ROUTED_SHARE * all_s else "all"

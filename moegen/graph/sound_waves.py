@@ -12,7 +12,7 @@ from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
-from moegen.graph.residency import layer_slots
+from moegen.graph.residency import layer_slots, residency, ring_slots
 from moegen.graph.seconds import products_s, streamed_bytes
 from moegen.graph.strategy import Strategy
 from moegen.graph.workload import Workload
@@ -29,7 +29,8 @@ HIDES = 2.0
 # Fewer tokens than this leave experts with little to do, copies or not.
 LEAST_WAVE_TOKENS = 32768
 # Of the shorter of a wave's copies and products so much is not hidden: its first copies, and
-# what products lose while copies run.
+# what products lose while copies run. With fewer slots than a layer's it is more, up to all with
+# one, where copies and products take turns.
 UNHIDDEN = 0.1
 # Tokens of a micro-batch of prompts: enough for the GPU's matrices, few to stage.
 PART_TOKENS = 8192
@@ -77,29 +78,29 @@ def prefill_strategy(
         return memory(model, hw, s, work, phase="prefill", batch=batch).gpu.fits
 
     shares = [(s_expert, decode.s_params * part // 4) for part in (4, 3, 2, 1, 0)]
-    shares += [(decode.s_expert, 0), (0, 0)]
+    shares += [(s_expert // 2, 0), (s_expert // 4, 0), (0, 0)]
     parts = ((decode.b_e, PART_TOKENS), (decode.b_e, 2048), (min(decode.b_e, 256), 2048))
-    fitting: list[tuple[float, Strategy]] = []
+    best: tuple[float, Strategy] | None = None
     for slots, kept in dict.fromkeys(shares):
         for tile, part in parts:
             s = base.with_(b_a=max(1, round(part / mean)), b_e=tile, s_expert=slots, s_params=kept)
             wave = _Wave(model, hw, work, s)
             tokens = max(LEAST_WAVE_TOKENS, wave.hiding_tokens(batch * mean))
             wanted = min(batch, max(1, round(tokens / mean)))
+            if best is not None and wave.job_s(batch, wanted) >= best[0]:
+                break  # of equals the first
             s = _most_rows(s, wanted, fits)
-            if fits(s):
-                fitting.append((wave.job_s(batch, s.B), s))
-                if s.B == wanted:
-                    break  # smaller tiles and parts are for want of room
-    if fitting:
-        # Of equals the first.
-        return min(fitting, key=lambda x: x[0])[1]
+            if fits(s) and (best is None or wave.job_s(batch, s.B) < best[0]):
+                best = wave.job_s(batch, s.B), s
+    if best is not None:
+        return best[1]
     s = base.with_(B=1, b_a=1, b_e=256, s_expert=0, s_params=0)
     memory(model, hw, s, work, phase="prefill", batch=batch).gpu.require()
     return s
 
 
 def _most_rows(s: Strategy, wanted: int, fits: Callable[[Strategy], bool]) -> Strategy:
+    """``s`` with as many rows as fit, up to so many."""
     rows = wanted
     if not fits(s.with_(B=rows)):
         rows = greatest(1, wanted, lambda n: fits(s.with_(B=n)))
@@ -107,16 +108,32 @@ def _most_rows(s: Strategy, wanted: int, fits: Callable[[Strategy], bool]) -> St
 
 
 class _Wave:
-    """Seconds of a wave of mean prompts."""
+    """Seconds of a wave of mean prompts.
+
+    Attributes
+    ----------
+    copies_s : float
+        Of the weights that each wave copies.
+    attention_s : float
+        Of the scores and values of one token.
+    unhidden : float
+        Share of the shorter of copies and products that does not run beside the longer.
+    """
 
     def __init__(self, model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> None:
         self.model, self.hw, self.tile = model, hw, s.b_e
         self.mean = work.prompt_tokens / work.n
         self.copies_s = streamed_bytes(model, s) / hw.h2d_bytes_per_s
+        kept = residency(model, s.s_params)
+        left = max(x.n_experts - n for x, n in zip(model.layers, kept.experts, strict=True))
+        layer = max(1, -(-left // s.expert_group))
+        slots = max(1, ring_slots(model, s, kept)["expert_weights"])
+        self.unhidden = max(UNHIDDEN, (layer - slots) / max(1, layer - 1))
         prompts = np.array([(p, n) for p, _, n in work.groups], dtype=float)
-        flops = sum(
-            (x.attention.prefill_flops(prompts[:, 0]) * prompts[:, 1]).sum() for x in model.layers
-        )
+        flops = 0.0
+        for indices in model.layer_classes.values():
+            of_prompt = model.layers[indices[0]].attention.prefill_flops(prompts[:, 0])
+            flops += len(indices) * float((of_prompt * prompts[:, 1]).sum())
         self.attention_s = flops / work.prompt_tokens / (hw.gpu_flops * hw.efficiency(inf))
 
     def products_s(self, tokens: float) -> float:
@@ -135,4 +152,4 @@ class _Wave:
         waves = -(-batch // rows)
         products_s = self.products_s(batch * self.mean / waves)
         longer, shorter = max(self.copies_s, products_s), min(self.copies_s, products_s)
-        return waves * (longer + UNHIDDEN * shorter)
+        return waves * (longer + self.unhidden * shorter)
