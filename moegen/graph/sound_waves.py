@@ -89,7 +89,7 @@ def prefill_strategy(
             wanted = min(batch, max(1, round(tokens / mean)))
             if best is not None and wave.job_s(batch, wanted) >= best[0]:
                 break  # of equals the first
-            s = _most_rows(s, wanted, fits)
+            s = _most_rows(s, wanted, batch, fits)
             if fits(s) and (best is None or wave.job_s(batch, s.B) < best[0]):
                 best = wave.job_s(batch, s.B), s
     if best is not None:
@@ -99,11 +99,12 @@ def prefill_strategy(
     return s
 
 
-def _most_rows(s: Strategy, wanted: int, fits: Callable[[Strategy], bool]) -> Strategy:
-    """``s`` with as many rows as fit, up to so many."""
+def _most_rows(s: Strategy, wanted: int, batch: int, fits: Callable[[Strategy], bool]) -> Strategy:
+    """``s`` with as many rows as fit, up to so many, and no more than waves alike have."""
     rows = wanted
     if not fits(s.with_(B=rows)):
         rows = greatest(1, wanted, lambda n: fits(s.with_(B=n)))
+    rows = -(-batch // -(-batch // rows))
     return s.with_(B=rows, b_a=min(s.b_a, rows))
 
 
