@@ -183,7 +183,8 @@ def mixed_wave(
     work = Workload.from_lengths(prompts, [1] * len(prompts), name="mixed")
     s = sound_prefill(model, hw, work, plan.decode.with_(B=work.n))
     as_many = s.with_(B=-(-work.n // waves))
-    if memory(model, hw, as_many, work, phase="prefill", batch=work.n).gpu.fits:
+    ledger = memory(model, _with_headroom(hw), as_many, work, phase="prefill", batch=work.n)
+    if ledger.gpu.fits:
         s = as_many
     dealt = deal(prompts, room(s, work, work.n))
     wave = dealt.lengths(prompts)[0].tolist()
@@ -282,9 +283,13 @@ def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Pla
     fixed = {} if isinstance(fixed, str) else dict(fixed)
     if "s_params" in fixed:
         return plan
-    hw = prepared.capacities
-    hw = replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)
+    hw = _with_headroom(prepared.capacities)
     spare = memory(part, hw, plan.decode.with_(s_params=0), work).gpu.free_bytes
     here, all_ = (m.weight_bytes - m.head_bytes for m in (part, whole))
     kept = max(0, min(spare, all_)) * here // all_
     return prepared.with_plan(fixed | {"s_params": kept}).resolve(work).plan
+
+
+def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
+    """With as much of the GPU's memory as the sound choice takes."""
+    return replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)
