@@ -197,7 +197,13 @@ class Ledger:
 
 
 def memory(
-    model: ModelSpec, hw: HardwareSpec, s: Strategy, work: Workload, *, phase: Phase = "decode"
+    model: ModelSpec,
+    hw: HardwareSpec,
+    s: Strategy,
+    work: Workload,
+    *,
+    phase: Phase = "decode",
+    batch: int | None = None,
 ) -> Ledger:
     """What a strategy puts into host and GPU memory.
 
@@ -207,6 +213,9 @@ def memory(
         The phase ``s`` is for. Rows are counted at the lengths of the longest B rows of the
         workload (b_a for a micro-batch), and as many on the CPU, and on the GPU, as any
         order of the rows leads to.
+    batch : int, optional
+        Prefill: rows that are dealt out to waves together, which is decode's B. Unless given
+        a wave is taken to be the longest B rows themselves.
 
     Returns
     -------
@@ -220,7 +229,7 @@ def memory(
     """
     if phase not in ("decode", "prefill"):
         raise InvalidInput(f'phase must be "decode" or "prefill", got {phase!r}')
-    need = _Need(model, s, work, phase)
+    need = _Need(model, s, work, phase, batch)
     return Ledger(
         f"{model.name} on {hw.name}, {phase}, B={s.B}",
         Section("host", int(hw.host_memory_bytes), _lines(need.host())),
@@ -245,12 +254,14 @@ def _lines(entries: list[tuple[str, int, str]]) -> tuple[Line, ...]:
 class _Need:
     """The quantities that the lines of a ledger are made of."""
 
-    def __init__(self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase) -> None:
+    def __init__(
+        self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase, batch: int | None
+    ) -> None:
         self.model, self.s = model, s
         self.phase: Phase = phase
         self.kept = residency(model, s.s_params)
         self.store_tokens = work.longest(s.B)
-        self.most = Capacity.worst(s, work, phase)
+        self.most = Capacity.worst(s, work, phase, batch)
         self.sizes = BufferSizes(model, s, phase, self.most)
 
     def host(self) -> list[tuple[str, int, str]]:
@@ -277,7 +288,7 @@ class _Need:
             (
                 "row table",
                 2 * sizes.slot_bytes("rows") + sizes.ring_bytes("host_counts", "host_tokens"),
-                f"{self.s.B} rows, made and pinned; counts by expert, tokens",
+                f"{self.most.rows} rows, made and pinned; counts by expert, tokens",
             ),
         ]
 
@@ -318,7 +329,7 @@ class _Need:
             (
                 "row table",
                 sizes.ring_bytes("rows", "counts", "tokens"),
-                f"{s.B} rows; counts by expert, tokens",
+                f"{most.rows} rows; counts by expert, tokens",
             ),
             ("hidden states", 2 * tokens * hidden * a, f"{tokens} tokens: residual and normed"),
             ("queries, keys and values", sizes.ring_bytes("qkv"), f"2 of {staged} tokens"),
@@ -330,7 +341,7 @@ class _Need:
             ),
             ("outputs by expert", tokens * top_k * hidden * a, f"{tokens} x {top_k}"),
             ("shared experts' output", shared * tokens * hidden * a, f"{tokens} tokens"),
-            ("logits", sizes.ring_bytes("logits"), f"{s.B} rows"),
+            ("logits", sizes.ring_bytes("logits"), f"{most.rows} rows"),
             (
                 "temporaries",
                 needed.bytes,
