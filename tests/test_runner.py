@@ -20,7 +20,7 @@ from tiny import tiny_mixtral  # noqa: E402
 from moegen.errors import DeadlockError  # noqa: E402
 from moegen.exec import generate, issue, lanes  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
-from moegen.exec.issue import WINDOW, Issuer  # noqa: E402
+from moegen.exec.issue import UNRESOLVED, WINDOW, Issuer  # noqa: E402
 from moegen.exec.kernels import KERNELS  # noqa: E402
 from moegen.exec.lanes import Clock, CpuStream, UnrecordedEvent  # noqa: E402
 from moegen.exec.runner import Runner  # noqa: E402
@@ -208,8 +208,8 @@ def test_long_runs_do_not_grow(engine, monkeypatch):
     monkeypatch.setattr(generate, "Runner", Watched)
     engine.generate([[7]], 300, ignore_eos=True, on_step=watch)
     assert len(runs) == 2
-    # Two steps that may not have ended, the one that is bound, weights one ahead.
-    assert 2 <= most["records"] <= 4
+    # Those that are bound, weights one ahead.
+    assert 2 <= most["records"] <= UNRESOLVED + 1
     assert most["steps"] <= WINDOW
     assert most["recorded"] <= 8 + WINDOW + 1
     assert [len(t.steps) for t in engine.timelines] == [1, 8]

@@ -28,6 +28,9 @@ STALL_S = 600.0
 POLL_S = 20e-6
 # Steps whose events are kept: edges reach one step back, issue runs at most one ahead.
 WINDOW = 4
+# Steps that may be bound before the times of the first of them are known: more than that, and
+# records pile up where steps are short.
+UNRESOLVED = 4
 # Who is looked at first when something has changed. What the link is to carry next is urgent, for
 # it must not idle; the GPU's queue is long, and its kernels take longest to launch.
 _URGENCY = (Lane.BULK, Lane.ACT, Lane.KV, Lane.CPU, Lane.GPU)
@@ -145,6 +148,7 @@ class Issuer(Generic[StepT]):
         self.over = False
         self._stop_at: int | None = None
         self._stopped = False
+        self._forgotten = 0  # steps whose records are gone
         place = {t.id: (lane, i) for lane, ts in graph.lanes.items() for i, t in enumerate(ts)}
         self._queues = {
             lane: _Queue(lane, tasks, [_waits(graph, t, place) for t in tasks])
@@ -174,9 +178,11 @@ class Issuer(Generic[StepT]):
         )
 
     def forget(self, index: int) -> None:
-        """Let go of the records of step ``index``."""
+        """Let go of the records of step ``index``, whose times are known."""
         for q in self._queues.values():
             q.records.pop(index, None)
+        self._forgotten = index + 1
+        self.wake()
 
     def let_go(self) -> None:
         """Forget all events and whom to call: they refer to each other, and to the buffers."""
@@ -287,6 +293,8 @@ class Issuer(Generic[StepT]):
         if not event.ready():
             return self._later(event)
         if w.distance:
+            if self.bound - self._forgotten >= UNRESOLVED:
+                return False
             # What the step before left on the host says what this one is.
             self._bind(q.index)
             return self._stop_at is None

@@ -201,7 +201,7 @@ class Prepared:
             prefill=plan.prefill.with_(B=min(plan.prefill.B, B)), decode=plan.decode.with_(B=B)
         )
         decode = self._ledger(plan.decode, work, "decode").require()
-        prefill = self._ledger(plan.prefill, work, "prefill").require()
+        prefill = self._ledger(plan.prefill, work, "prefill", batch=B).require()
         return Resolved(plan, prefill=prefill, decode=decode)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -248,8 +248,8 @@ class Prepared:
         least = Strategy(B=1, b_a=1, b_e=1, kv_slots=1, dense_slots=1)
         self._ledger(least, Workload.uniform(1, 1, 1), "decode").host.require()
 
-    def _ledger(self, s: Strategy, work: Workload, phase: Any) -> Ledger:
-        ledger = memory(self.model, self.capacities, s, work, phase=phase)
+    def _ledger(self, s: Strategy, work: Workload, phase: Any, batch: int | None = None) -> Ledger:
+        ledger = memory(self.model, self.capacities, s, work, phase=phase, batch=batch)
         return ledger.beside("this process", self.process_bytes, "Python, torch and libraries")
 
 

@@ -204,7 +204,13 @@ class Ledger:
 
 
 def memory(
-    model: ModelSpec, hw: HardwareSpec, s: Strategy, work: Workload, *, phase: Phase = "decode"
+    model: ModelSpec,
+    hw: HardwareSpec,
+    s: Strategy,
+    work: Workload,
+    *,
+    phase: Phase = "decode",
+    batch: int | None = None,
 ) -> Ledger:
     """What a strategy puts into host and GPU memory.
 
@@ -214,6 +220,9 @@ def memory(
         The phase ``s`` is for. Rows are counted at the lengths of the longest B rows of the
         workload (b_a for a micro-batch), and as many on the CPU, and on the GPU, as any
         order of the rows leads to.
+    batch : int, optional
+        Prefill: rows that are dealt out to waves together, which is decode's B. Unless given
+        a wave is taken to be the longest B rows themselves.
 
     Returns
     -------
@@ -227,7 +236,7 @@ def memory(
     """
     if phase not in ("decode", "prefill"):
         raise InvalidInput(f'phase must be "decode" or "prefill", got {phase!r}')
-    need = _Need(model, s, work, phase)
+    need = _Need(model, s, work, phase, batch)
     return Ledger(
         f"{model.name} on {hw.name}, {phase}, B={s.B}",
         Section("host", int(hw.host_memory_bytes), _lines(need.host())),
@@ -252,12 +261,14 @@ def _lines(entries: list[tuple[str, int, str]]) -> tuple[Line, ...]:
 class _Need:
     """The quantities that the lines of a ledger are made of."""
 
-    def __init__(self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase) -> None:
+    def __init__(
+        self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase, batch: int | None
+    ) -> None:
         self.model, self.s = model, s
         self.phase: Phase = phase
         self.kept = residency(model, s.s_params)
         self.store_tokens = work.longest(s.B)
-        self.most = Capacity.worst(s, work, phase)
+        self.most = Capacity.worst(s, work, phase, batch)
         self.sizes = BufferSizes(model, s, phase, self.most)
 
     def host(self) -> list[tuple[str, int, str]]:
@@ -284,7 +295,7 @@ class _Need:
             (
                 "row table",
                 2 * sizes.slot_bytes("rows") + sizes.ring_bytes("host_counts", "host_tokens"),
-                f"{self.s.B} rows, made and pinned; counts by expert, tokens",
+                f"{self.most.rows} rows, made and pinned; counts by expert, tokens",
             ),
         ]
 
@@ -333,7 +344,7 @@ class _Need:
             (
                 "row table",
                 sizes.ring_bytes("rows", "counts", "tokens"),
-                f"{s.B} rows; counts by expert, tokens",
+                f"{most.rows} rows; counts by expert, tokens",
             ),
             ("hidden states", own["hidden states"], f"{tokens} tokens: residual and normed"),
             ("positions", own["positions"], f"{tokens} tokens: rotary angles"),
@@ -342,7 +353,7 @@ class _Need:
             ("routing", own.get("routing", 0), f"{tokens} x {top_k} choices, sorted"),
             ("outputs by expert", own.get("outputs by expert", 0), f"{tokens} x {top_k}"),
             ("shared experts' output", own.get("shared experts' output", 0), f"{tokens} tokens"),
-            ("logits", sizes.ring_bytes("logits"), f"{s.B} rows"),
+            ("logits", sizes.ring_bytes("logits"), f"{most.rows} rows"),
             (
                 "temporaries",
                 frame.bytes,

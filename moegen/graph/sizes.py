@@ -17,6 +17,7 @@ from moegen.graph.model import Layer, ModelSpec, Phase
 from moegen.graph.residency import ring_slots
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Layout
+from moegen.graph.waves import room
 from moegen.graph.workload import Workload
 
 # The row table: int64 columns of a step's tokens and of its rows.
@@ -91,8 +92,25 @@ class Capacity:
         return cls(*(max(column) for column in columns))
 
     @classmethod
-    def worst(cls, s: Strategy, work: Workload, phase: Phase) -> Capacity:
-        """What any batch of the workload's rows asks for, in any order, at any of its steps."""
+    def worst(cls, s: Strategy, work: Workload, phase: Phase, batch: int | None = None) -> Capacity:
+        """What any batch of the workload's rows asks for, in any order, at any of its steps.
+
+        Parameters
+        ----------
+        batch : int, optional
+            Prefill: so many rows at most are dealt out to waves together (decode's B). Unless
+            given a wave is any B rows, in any order.
+        """
+        if phase == "prefill" and batch is not None:
+            most = room(s, work, batch)
+            return cls(
+                rows=most.rows,
+                tokens=most.tokens,
+                staged_tokens=most.part_tokens,
+                slot_tokens=0,
+                part_rows=most.part_rows,
+                longest=work.max_prompt_len,
+            )
         if phase == "prefill":
             part = min(s.b_a, s.B)
             return cls(
