@@ -17,18 +17,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from moegen.exec.kernels.triton_util import require_triton
+from moegen.exec.primitives.shared_memory import shared_bytes
 
 require_triton()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-# Rows and columns of an output tile, depth, warps and stages by the itemsize, for about so many
-# rows a group. Tiles of one group that follow each other share rows and columns in the L2 cache.
-_TILES = {
-    2: ((16, (16, 128, 128, 4, 3)), (64, (64, 128, 64, 4, 3)), (0, (128, 128, 64, 8, 3))),
-    4: ((16, (16, 64, 64, 4, 3)), (0, (64, 64, 32, 8, 3))),
-}
+# For at most so many rows a group, in the mean: rows and columns of an output tile, depth, warps
+# and stages. The last one is for GPUs that have the memory for it.
+_TILES_2 = ((16, (16, 128, 128, 4, 3)), (64, (64, 128, 64, 4, 3)), (128, (128, 128, 64, 8, 3)))
+_LARGE_2 = 128, 256, 64, 8, 3
+_TILES_4 = ((16, (16, 64, 64, 4, 3)), (64, (64, 64, 32, 8, 3)))
+# Tiles of one group that follow each other share rows and columns in the L2 cache.
 _BAND = 8
 
 
@@ -92,10 +93,8 @@ def grouped_linear(x: Tensor, w: Tensor, ends: Tensor, out: Tensor) -> None:
     n_groups, n_out = w.shape[:2]
     if n_rows == 0:
         return
-    block_m, block_n, block_k, warps, stages = next(
-        tile
-        for at_most, tile in _TILES[x.element_size()]
-        if not at_most or n_rows <= at_most * n_groups
+    block_m, block_n, block_k, warps, stages = _tile(
+        n_rows // n_groups, x.element_size(), shared_bytes(x.device)
     )
     # A group has at most one tile that is not full, wherever its rows end.
     grid = (n_rows // block_m + min(n_groups, n_rows)) * -(-n_out // block_n)
@@ -106,3 +105,14 @@ def grouped_linear(x: Tensor, w: Tensor, ends: Tensor, out: Tensor) -> None:
         BLOCK_K=block_k, EVEN_K=depth % block_k == 0, BAND=_BAND,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def _tile(mean: int, itemsize: int, shared: int) -> tuple[int, int, int, int, int]:
+    tiles = _TILES_2 if itemsize == 2 else _TILES_4
+    for at_most, tile in tiles:
+        if mean <= at_most:
+            return tile
+    m, n, k, _, stages = _LARGE_2
+    if itemsize == 2 and stages * (m + n) * k * itemsize <= shared:
+        return _LARGE_2
+    return tiles[-1][1]

@@ -18,10 +18,12 @@ Shape legend: T packed tokens, D and D_v widths of a head's key and value.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from torch import Tensor
 
 from moegen.exec.kernels.triton_util import require_triton
+from moegen.exec.primitives.shared_memory import shared_bytes
 
 require_triton()
 
@@ -29,8 +31,6 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 _LOG2_E = math.log2(math.e)
-# Shared memory that buffers may take: a block of any GPU since Ampere has 99 KiB.
-_SHARED_BYTES = 96 * 1024
 
 
 @triton.jit
@@ -173,8 +173,9 @@ def attend_prefill(
     n_rows, dv = ends.shape[0] - 1, v.shape[2]
     d1, d2 = _parts(d)
     d1_pad, d2_pad, dv_pad = _pad(d1), _pad(d2), _pad(dv)
-    itemsize = q.element_size()
-    block_q, block_k = _blocks(d1_pad + (d2_pad if d2 else 0), dv_pad, itemsize)
+    block_q, block_k, warps, stages = _blocks(
+        d1_pad + (d2_pad if d2 else 0), dv_pad, q.element_size(), shared_bytes(q.device)
+    )
     _prefill_kernel[((n_tokens // block_q + n_rows) * n_heads,)](
         q, k, v, ends, out, n_rows, scale * _LOG2_E,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1),
@@ -182,7 +183,7 @@ def attend_prefill(
         N_HEADS=n_heads, GROUP=n_heads // k.shape[1],
         D1=d1, D2=d2, DV=dv, D1_PAD=d1_pad, D2_PAD=d2_pad, DV_PAD=dv_pad,
         BLOCK_Q=block_q, BLOCK_K=block_k, WINDOW=window or 0,
-        num_warps=8, num_stages=2,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
 
@@ -199,11 +200,15 @@ def _pad(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def _blocks(d: int, dv: int, itemsize: int) -> tuple[int, int]:
-    """Queries and keys of a block, such that both stages of keys and values fit the memory."""
-    block_q = 128 if itemsize == 2 and d <= 192 else 64
-    left = _SHARED_BYTES - block_q * d * itemsize
-    block_k = 16
-    while block_k < 64 and 2 * (2 * block_k) * (d + dv) * itemsize <= left:
-        block_k *= 2
-    return block_q, block_k
+@lru_cache
+def _blocks(d: int, dv: int, itemsize: int, shared: int) -> tuple[int, int, int, int]:
+    """Queries and keys of a block, warps and stages, within ``shared`` bytes."""
+    if itemsize == 4:  # multiplied in registers, of which larger blocks have too few
+        return 32, 16, 8, 2
+    block_q, block_k, stages = 128 if d <= 192 else 64, 64, 3
+    while (block_q * d + stages * block_k * (d + dv)) * itemsize > shared:
+        if stages > 2:
+            stages -= 1
+        else:
+            block_k //= 2
+    return block_q, block_k, 8, stages
