@@ -33,7 +33,7 @@ _TILES_4 = ((16, (16, 64, 64, 4, 3)), (64, (64, 64, 32, 8, 3)))
 _BAND = 8
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_groups"])
+@triton.jit(do_not_specialize=["n_rows", "n_groups"], do_not_specialize_on_alignment=["ends"])
 def _grouped_kernel(
     x, w, ends, out, n_rows, n_groups, n_out, depth,
     x_stride: tl.int64, w_group_stride: tl.int64, w_stride: tl.int64, out_stride: tl.int64,

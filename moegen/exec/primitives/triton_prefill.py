@@ -35,10 +35,10 @@ _LOG2_E = math.log2(math.e)
 
 @triton.jit
 def _stream(
-    acc, total, peak, q1, q2, k, v, q_at, begin, end, n, k_stride, v_stride, scale_log2,
+    acc, total, peak, q1, q2, k, v, q_at, begin, end, n, window, k_stride, v_stride, scale_log2,
     D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     D1_PAD: tl.constexpr, D2_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [begin, end) into the running softmax; MASKED where not all see all."""
     t = tl.arange(0, BLOCK)
@@ -71,8 +71,8 @@ def _stream(
         if MASKED:
             ago = q_at[:, None] - (at + t)[None, :]
             seen = ago >= 0
-            if WINDOW > 0:
-                seen = seen & (ago < WINDOW)
+            if WINDOWED:
+                seen = seen & (ago < window)
             s = tl.where(seen, s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 1))
         base = new_peak
@@ -91,15 +91,16 @@ def _stream(
     return acc, total, peak
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "window"], do_not_specialize_on_alignment=["ends"])
 def _prefill_kernel(
-    q, k, v, ends, out, n_rows, scale_log2,
+    q, k, v, ends, out, n_rows, scale_log2, window,
     q_stride: tl.int64, q_head_stride, k_stride: tl.int64, k_head_stride,
     v_stride: tl.int64, v_head_stride, out_stride: tl.int64, out_head_stride,
     N_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr,
     D1_PAD: tl.constexpr, D2_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
     # Late queries see the most keys: they start first, so that none is left alone at the end.
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -140,17 +141,18 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_Q], tl.float32)
     peak = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     end = tl.minimum(n, q0 + BLOCK_Q)
-    if WINDOW > 0:
-        begin = tl.maximum(0, q0 - WINDOW + 1) // BLOCK_K * BLOCK_K
-    else:
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(0, q0 - window + 1) // BLOCK_K * BLOCK_K
+    if not ONE_LOOP:
         begin = q0
         acc, total, peak = _stream(
-            acc, total, peak, q1, q2, k, v, q_at, 0, q0, n, k_stride, v_stride, scale_log2,
-            D1, D2, DV, D1_PAD, D2_PAD, DV_PAD, BLOCK_K, False, 0,
+            acc, total, peak, q1, q2, k, v, q_at, 0, q0, n, window, k_stride, v_stride,
+            scale_log2, D1, D2, DV, D1_PAD, D2_PAD, DV_PAD, BLOCK_K, False, False,
         )  # fmt: skip
     acc, total, peak = _stream(
-        acc, total, peak, q1, q2, k, v, q_at, begin, end, n, k_stride, v_stride, scale_log2,
-        D1, D2, DV, D1_PAD, D2_PAD, DV_PAD, BLOCK_K, True, WINDOW,
+        acc, total, peak, q1, q2, k, v, q_at, begin, end, n, window, k_stride, v_stride,
+        scale_log2, D1, D2, DV, D1_PAD, D2_PAD, DV_PAD, BLOCK_K, True, WINDOWED,
     )  # fmt: skip
     acc = acc / total[:, None]
     dv = tl.arange(0, DV_PAD)[None, :]
@@ -177,12 +179,14 @@ def attend_prefill(
         d1_pad + (d2_pad if d2 else 0), dv_pad, q.element_size(), shared_bytes(q.device)
     )
     _prefill_kernel[((n_tokens // block_q + n_rows) * n_heads,)](
-        q, k, v, ends, out, n_rows, scale * _LOG2_E,
+        q, k, v, ends, out, n_rows, scale * _LOG2_E, window or 0,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         N_HEADS=n_heads, GROUP=n_heads // k.shape[1],
         D1=d1, D2=d2, DV=dv, D1_PAD=d1_pad, D2_PAD=d2_pad, DV_PAD=dv_pad,
-        BLOCK_Q=block_q, BLOCK_K=block_k, WINDOW=window or 0,
+        BLOCK_Q=block_q, BLOCK_K=block_k, WINDOWED=window is not None,
+        # Products of float32 are unrolled, which takes a compiler seconds: one loop must do.
+        ONE_LOOP=window is not None or q.element_size() == 4,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 

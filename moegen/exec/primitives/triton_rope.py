@@ -24,7 +24,7 @@ import triton.language as tl  # noqa: E402
 _TILE, _WARPS = 2048, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cos", "sin"])
 def _rope_halves_kernel(
     qkv, cos, sin, q, kv,
     qkv_stride: tl.int64, angle_stride: tl.int64, q_stride: tl.int64, kv_stride: tl.int64,
@@ -54,7 +54,7 @@ def _rope_halves_kernel(
     tl.store(to_kv + HALF, b, mask=ok & (head >= N_HEADS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cos", "sin"])
 def _rope_pairs_kernel(
     x, cos, sin, out, n_heads,
     x_stride: tl.int64, x_head_stride, out_stride: tl.int64, out_head_stride,

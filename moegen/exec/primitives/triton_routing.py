@@ -32,7 +32,9 @@ CHUNK = 1024
 _ALONE = 16 * _TILE
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(
+    do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["logits", "ids", "weights"]
+)
 def _top_k_kernel(
     logits, ids, weights, n_rows, scaling,
     logits_stride: tl.int64, ids_stride: tl.int64, weights_stride: tl.int64,
@@ -113,7 +115,10 @@ def _place(
         nexts += tl.sum(mine, 0)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(
+    do_not_specialize=["n"],
+    do_not_specialize_on_alignment=["ids", "order", "inverse", "ends", "counts"],
+)
 def _sort_kernel(
     ids, order, inverse, ends, counts, n, n_experts,
     K: tl.constexpr, E_PAD: tl.constexpr, PIECE: tl.constexpr,
@@ -126,7 +131,7 @@ def _sort_kernel(
     _place(ids, order, inverse, 0, n, end - count, K, E_PAD, PIECE)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids"])
 def _count_kernel(
     ids, table, n, n_experts, CHUNK: tl.constexpr, E_PAD: tl.constexpr, PIECE: tl.constexpr
 ):
@@ -137,7 +142,7 @@ def _count_kernel(
     tl.store(at, counts, mask=expert < n_experts)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ends", "counts"])
 def _scan_kernel(
     table, ends, counts, n, n_experts,
     CHUNK: tl.constexpr, E_PAD: tl.constexpr, PIECE: tl.constexpr,
@@ -166,7 +171,7 @@ def _scan_kernel(
         nexts += tl.sum(got, 0)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["ids", "order", "inverse"])
 def _place_kernel(
     ids, table, order, inverse, n, n_experts,
     CHUNK: tl.constexpr, K: tl.constexpr, E_PAD: tl.constexpr, PIECE: tl.constexpr,

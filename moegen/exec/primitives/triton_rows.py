@@ -2,8 +2,9 @@
 
 Every kernel here reads its inputs once and writes its output once, sums in float32 and rounds
 once where that is not said otherwise, so on a large input each should move bytes at 80% or more
-of the rate of a device copy. A row has one program, or some share a tile of rows and columns;
-sizes that change from step to step do not compile anew. Nothing allocates or synchronises.
+of the rate of a device copy. A row has one program, or some share a tile of rows and columns.
+Neither a new number of rows nor an index that begins elsewhere compiles anew. Nothing allocates
+or synchronises.
 
 Shape legend: T tokens, H hidden, n rows, I an MLP's width, k experts a token.
 """
@@ -65,7 +66,7 @@ def _silu_mul_kernel(
     tl.store(out + row * out_stride + col, y.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["index"])
 def _gather_kernel(
     x, index, out, n_rows, width,
     x_stride: tl.int64, out_stride: tl.int64,
@@ -80,7 +81,7 @@ def _gather_kernel(
     tl.store(out + row * out_stride + col, v, mask=ok)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["inverse", "weights"])
 def _combine_kernel(
     x, y, inverse, weights, shared, n_rows, width,
     x_stride: tl.int64, y_stride: tl.int64, shared_stride: tl.int64,
