@@ -536,6 +536,83 @@ def test_nothing_is_allocated() -> None:
     assert torch.cuda.max_memory_allocated() == before
 
 
+@pytest.mark.gpu
+def test_other_sizes_compile_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        knobs.runtime, "jit_cache_hook", lambda **about: compiled.append(about["repr"])
+    )
+    h, experts, k = 256, 16, 2
+    x, w = random(600, h).cuda().half(), random(experts, h, h).cuda().half()
+    many, act = random(1201, 2 * h).cuda().half(), torch.empty(1201, h).cuda().half()
+    logits, weights = random(600, experts).cuda(), torch.ones(601, k, device="cuda")
+    numbers = torch.zeros(1202, dtype=torch.int32, device="cuda")
+    counts = torch.empty(experts, dtype=torch.int64, device="cuda")
+    memory = arena("cuda")
+    monkeypatch.setattr(triton_routing, "_ALONE", experts * 500 * k)
+
+    def work(n: int, skip: int) -> None:
+        ids = torch.zeros(n + 1, k, dtype=torch.int32, device="cuda")[skip:][:n]
+        order, inverse = numbers[skip : skip + n * k], torch.zeros_like(ids)
+        ends = torch.zeros(experts + skip, dtype=torch.int32, device="cuda")[skip:]
+        starts = torch.tensor([0] * skip + [0, n], dtype=torch.int32, device="cuda")[skip:]
+        OPS.top_k(logits[:n], ids, weights[skip:][:n], memory, renormalize=True)
+        OPS.sort_choices(ids, experts, order, inverse, ends, counts, memory)
+        OPS.gather(x[:n], order, act[: n * k])
+        OPS.grouped_linear(act[: n * k], w, torch.full_like(ends, n * k), act[: n * k])
+        OPS.silu_mul(many[: n * k], act[: n * k])
+        OPS.combine(x[:n], act[: n * k], inverse, weights[skip:][:n], None, memory)
+        OPS.rms_norm(x[:n], x[0], 1e-5, x[:n])
+        q = x[:n].unflatten(1, (2, 128))
+        OPS.attend_prefill(q, q, q, [n], starts, 1.0, many[:n, :h].unflatten(1, (2, 128)))
+
+    for n in (1, 300, 600):  # few rows a group, some, and many; one program sorts, or three
+        work(n, 0)
+    compiled.clear()
+    for n, skip in ((2, 1), (16, 1), (17, 0), (33, 1), (128, 0), (401, 1), (599, 0)):
+        work(n, skip)
+    torch.cuda.synchronize()
+    assert compiled == []
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_billion_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of GPU memory")
+    n, heads, d, dtype = 140_000, 128, 128, torch.bfloat16
+    x = torch.zeros(n, heads * d, dtype=dtype, device="cuda")
+    x[-3:] = last = random(3, heads * d, dtype=dtype).cuda()
+    last = last.cpu()
+    index = torch.tensor([n - 1, 0, n - 3], dtype=torch.int32, device="cuda")
+    out = torch.empty(3, heads * d, dtype=dtype, device="cuda")
+    OPS.gather(x, index, out)
+    assert torch.equal(out[::2].cpu(), last[[2, 0]])
+
+    w = random(2, 64, heads * d, dtype=dtype) / 128
+    few = torch.empty(n, 64, dtype=dtype, device="cuda")
+    ends = torch.tensor([n - 3, n], dtype=torch.int32, device="cuda")
+    OPS.grouped_linear(x, w.cuda(), ends, few)
+    close(few[-3:], last.double() @ w[1].double().T, dtype, 2)
+    del few
+
+    lengths = [1000] * 139 + [997, 3]
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    q, o = x.unflatten(1, (heads, d)), torch.empty(n, heads, d, dtype=dtype, device="cuda")
+    OPS.attend_prefill(q, q, q, lengths, starts, d**-0.5, o)
+    q = last.unflatten(1, (heads, d))
+    close(o[-3:], causal(q, q, q, [3], d**-0.5, None), dtype, 3)
+
+    half = o.view(n, heads * d)[:, : heads * d // 2]
+    OPS.silu_mul(x, half)
+    gate, up = last.double().chunk(2, -1)
+    close(half[-3:], gate * gate.sigmoid() * up, dtype)
+    ones = torch.ones(heads * d, dtype=dtype)
+    OPS.rms_norm(x, ones.cuda(), 1e-5, x)
+    close(x[-3:], normed(last, ones, 1e-5), dtype, 2)
+
+
 # ---------------------------------------------------------------- compiled for absent GPUs
 
 COMPILE = """
