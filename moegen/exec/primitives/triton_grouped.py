@@ -17,12 +17,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from moegen.exec.kernels.triton_util import require_triton
-from moegen.exec.primitives.shared_memory import shared_bytes
 
 require_triton()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+
+from moegen.exec.primitives.shared_memory import shared_bytes  # noqa: E402
 
 # For at most so many rows a group, in the mean: rows and columns of an output tile, depth, warps
 # and stages. The last one is for GPUs that have the memory for it.

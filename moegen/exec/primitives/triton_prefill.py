@@ -23,12 +23,13 @@ from functools import lru_cache
 from torch import Tensor
 
 from moegen.exec.kernels.triton_util import require_triton
-from moegen.exec.primitives.shared_memory import shared_bytes
 
 require_triton()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+
+from moegen.exec.primitives.shared_memory import shared_bytes  # noqa: E402
 
 _LOG2_E = math.log2(math.e)
 
