@@ -102,10 +102,15 @@ def grouped_linear(x: Tensor, w: Tensor, ends: Tensor, out: Tensor) -> None:
     _grouped_kernel[(grid,)](
         x, w, ends, out, n_rows, n_groups, n_out, depth,
         x.stride(0), w.stride(0), w.stride(1), out.stride(0),
-        GROUPS_PAD=triton.next_power_of_2(n_groups), BLOCK_M=block_m, BLOCK_N=block_n,
+        GROUPS_PAD=_padded(n_groups), BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_K=block_k, EVEN_K=depth % block_k == 0, BAND=_BAND,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+def _padded(n_groups: int) -> int:
+    """A few powers of two only: one step's experts may be more than another's."""
+    return next((n for n in (16, 128) if n_groups <= n), triton.next_power_of_2(n_groups))
 
 
 def _tile(mean: int, itemsize: int, shared: int) -> tuple[int, int, int, int, int]:
