@@ -19,13 +19,14 @@ import argparse
 import time
 
 import torch
-from attention_probe import Probe
+from attention_probe import Attender, Heads, Rows
 from harness import (
     GpuPeak,
     Link,
     Pinned,
     Results,
     engine_of,
+    kept_bytes,
     lane_shares,
     matmul_flops,
     median_s,
@@ -38,7 +39,6 @@ from harness import (
 )
 
 import moegen as mg
-from moegen.bench import plan_for_layers
 from moegen.graph.bisect import greatest
 from moegen.sim.bounds import bound
 from moegen.units import format_bytes
@@ -117,14 +117,10 @@ def strategy_of(
         return mg.Workload.uniform(B, args.prompt_len, args.gen_len)
 
     def kept(B: int) -> mg.Strategy:
+        at = s.with_(B=B)
         if resident == "none":
-            return s.with_(B=B)
-        fixed = {k: v for k, v in s.with_(B=B).to_dict().items() if k != "s_params"}
-        part = engine.prepared.with_plan(fixed)
-        if model.n_layers == whole.n_layers:
-            # All that fits is kept: what the plan itself would choose.
-            return part.resolve(job(B)).plan.decode
-        return plan_for_layers(part, whole, job(B)).decode
+            return at
+        return at.with_(s_params=kept_bytes(engine, whole, at, job(B)))
 
     if rows != "max":
         return kept(int(rows))
@@ -228,24 +224,26 @@ def measure_rates(engine: mg.Engine, rows: int, context: int) -> dict[str, float
     link, rates = Link(engine), {}
     rates["h2d_alone"] = link.alone()
 
-    probe = Probe(engine, [context + 1] * rows)
-    rates["cpu_attn_alone"] = probe.nbytes / median_s(probe.attend)
+    a = engine.model.layers[0].attention
+    heads = Heads(a.n_heads, a.n_kv_heads, a.head_dim, a.v_head_dim)
+    kv = Rows(heads, [context + 1] * rows, engine.machinery.family.dtype, device.type)
+    attender = Attender(heads, engine.machinery.threads)
+    rates["cpu_attn_alone"] = kv.nbytes / median_s(lambda: attender.decode(kv))
     with link.busy() as h2d:
-        rates["cpu_attn_with_h2d"] = probe.nbytes / median_s(probe.attend, 9)
+        rates["cpu_attn_with_h2d"] = kv.nbytes / median_s(lambda: attender.decode(kv), 9)
+    attender.close()
     rates["h2d_with_cpu_attn"] = h2d[0] if h2d else rates["h2d_alone"]
 
     some = min(rows, 64)
     start = torch.arange(some, device=device) * (context + 1)
     length = torch.full((some,), context + 1, device=device)
-    staged = torch.empty(
-        some * (context + 1), probe.kv.shape[1], dtype=probe.kv.dtype, device=device
-    )
-    gather = gatherer(staged, probe.kv, start, length)
+    staged = torch.empty_like(kv.store[: some * (context + 1)], device=device)
+    gather = gatherer(staged, kv.store, start, length)
     rates["gather_alone"] = staged.nbytes / median_s(gather)
     with link.busy() as h2d:
         rates["gather_with_h2d"] = staged.nbytes / median_s(gather, 25)
     rates["h2d_with_gather"] = h2d[0] if h2d else rates["h2d_alone"]
-    probe.close()
+    kv.close()
     n = 4096 if device.type == "cuda" else 128
     rates["bf16_matmul_flops"] = matmul_flops(device.type, n, n, n)
     return rates

@@ -24,6 +24,7 @@ import torch
 
 import moegen as mg
 from moegen.exec.pinning import Pins, host_buffer
+from moegen.graph.sound import GPU_SHARE
 from moegen.timeline import Timeline
 from moegen.units import GIB, parse_bytes
 
@@ -42,6 +43,58 @@ TINY = {
     "rope_theta": 10000.0,
     "dtype": "bfloat16",
 }
+# Wide enough that buffers, not rounding, are what memory goes to at 1 or 2 GiB.
+SMALL = TINY | {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "num_hidden_layers": 8,
+}
+LATENT = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "vocab_size": 256,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_layer_freq": 1,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "dtype": "bfloat16",
+}
+SMALL_LATENT = LATENT | {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 32000,
+    "n_routed_experts": 32,
+}
+_MADE_UP = {
+    "tiny": TINY,
+    "small": SMALL,
+    "tiny-latent": LATENT,
+    "small-latent": SMALL_LATENT,
+}
 _BEGAN = time.perf_counter()
 
 
@@ -52,7 +105,9 @@ def parser(doc: str | None, *, budget_s: float) -> argparse.ArgumentParser:
     )
     p.add_argument("out", type=Path, help="the JSON file to write")
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--model", default="mixtral-8x7b", help='a name, or "tiny" to try a script out')
+    p.add_argument(
+        "--model", default="mixtral-8x7b", help=f"of the catalogue, or one of {', '.join(_MADE_UP)}"
+    )
     p.add_argument("--layers", type=int, default=4)
     p.add_argument("--gpu-memory", type=parse_bytes, default=24 * GIB)
     p.add_argument("--host-memory", type=parse_bytes, help="what the machine may give, if not all")
@@ -62,12 +117,15 @@ def parser(doc: str | None, *, budget_s: float) -> argparse.ArgumentParser:
 
 def model_of(args: argparse.Namespace) -> tuple[mg.ModelSpec, mg.ModelSpec]:
     """The layers to run, and the whole model that they are part of."""
-    if args.model == "tiny":
-        whole = mg.ModelSpec.from_config(TINY, "tiny")
-    else:
-        whole = mg.ModelSpec.from_pretrained(args.model)
-    whole = whole.with_(dtype="bfloat16")
+    whole = spec_of(args.model)
     return whole.with_(n_layers=args.layers), whole
+
+
+def spec_of(name: str) -> mg.ModelSpec:
+    """A model of the catalogue, or a made-up one, in bf16."""
+    if name in _MADE_UP:
+        return mg.ModelSpec.from_config(_MADE_UP[name], name)
+    return mg.ModelSpec.from_pretrained(name).with_(dtype="bfloat16")
 
 
 def engine_of(args: argparse.Namespace, model: mg.ModelSpec, plan: Any = "auto") -> mg.Engine:
@@ -81,6 +139,25 @@ def engine_of(args: argparse.Namespace, model: mg.ModelSpec, plan: Any = "auto")
         host_memory_bytes=args.host_memory,
         hardware=mg.HardwareSpec.from_name("h200"),
     )
+
+
+def kept_bytes(engine: mg.Engine, whole: mg.ModelSpec, s: mg.Strategy, work: mg.Workload) -> int:
+    """S_Params with which these layers keep the share that all of the model's could keep.
+
+    Else a few layers would lie on the GPU whole, and nothing would be copied.
+    """
+    part, hw = engine.model, engine.prepared.capacities
+    hw = hw.with_(gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)
+    here, all_ = (m.weight_bytes - m.head_bytes for m in (part, whole))
+
+    def ledger(s_params: int) -> mg.Ledger:
+        return mg.memory(part, hw, s.with_(s_params=s_params), work)
+
+    kept = max(0, min(ledger(0).gpu.free_bytes, all_)) * here // all_
+    # What is kept takes a little more as packed than its weights: take that back.
+    while kept and (over := -ledger(kept).gpu.free_bytes) > 0:
+        kept = max(0, kept - over)
+    return kept
 
 
 def cap_gpu(args: argparse.Namespace) -> None:
@@ -241,14 +318,16 @@ class Pinned:
         return int(torch.cuda.host_memory_stats().get("active_bytes.peak", 0))
 
 
-# Lines of a ledger's host section that are pinned whole. Of the row table half is.
-PINNED_LINES = ("weights", "weights as packed", "KV store", "queries and outputs staged")
+# Lines of a ledger's host section that are pinned whole, beside the KV store; of the row table half
+# is.
+PINNED_LINES = ("weights", "weights as packed", "queries and outputs staged")
 
 
-def planned_pinned(ledger: Any) -> int:
+def planned_pinned(ledger: mg.Ledger, kv_bytes: int | None = None) -> int:
     """Host bytes that a plan pins: weights, the KV store and what lanes stage."""
     lines = {line.name: line.bytes for line in ledger.host.lines}
-    return sum(lines.get(name, 0) for name in PINNED_LINES) + lines.get("row table", 0) // 2
+    store = lines.get("KV store", 0) if kv_bytes is None else kv_bytes
+    return sum(lines.get(x, 0) for x in PINNED_LINES) + store + lines.get("row table", 0) // 2
 
 
 class GpuPeak:
@@ -269,12 +348,22 @@ class GpuPeak:
         return torch.cuda.max_memory_reserved() if self.cuda else None
 
 
-def memory_point(ledger: Any, gpu: GpuPeak, pinned: Pinned) -> dict[str, Any]:
-    """Predicted and measured memory of a point: the fields of its JSON."""
+def memory_point(
+    ledger: mg.Ledger,
+    gpu: GpuPeak,
+    pinned: Pinned,
+    host: mg.Ledger | None = None,
+    kv_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Predicted and measured memory of a point: the fields of its JSON.
+
+    ``host`` is the ledger of host memory if that is another one, ``kv_bytes`` what the KV store
+    was asked to hold if the ledger has it larger.
+    """
     return {
         "gpu_planned_bytes": ledger.gpu.total_bytes,
         "gpu_reserved_bytes": gpu.bytes(),
-        "pinned_planned_bytes": planned_pinned(ledger),
+        "pinned_planned_bytes": planned_pinned(host or ledger, kv_bytes),
         "pinned_registered_bytes": pinned.peak_bytes,
         "pinned_by_torch_bytes": pinned.of_torch(),
     }

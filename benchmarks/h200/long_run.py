@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     out.put(strategy=strategy.to_dict(), steps=args.steps, prompt_len=args.prompt_len)
     rng = random.Random(0)
-    prompts = [[rng.randrange(3, model.vocab) for _ in range(args.prompt_len)] for _ in range(args.B)]
+    prompts = [
+        [rng.randrange(3, model.vocab) for _ in range(args.prompt_len)] for _ in range(args.B)
+    ]
     first: list[list[int]] | None = None
     with engine_of(args, model, strategy) as engine:
         runs = [None, *args.seeds]
@@ -100,7 +102,11 @@ def once(
         "distinct_tokens": len({t for row in tokens for t in row}),
         "host": growth(host),
         "gpu": growth(gpu),
-        "samples": {"every": every, "host_bytes": host[::every].tolist(), "gpu_bytes": gpu[::every].tolist()},
+        "samples": {
+            "every": every,
+            "host_bytes": host[::every].tolist(),
+            "gpu_bytes": gpu[::every].tolist(),
+        },
     }
 
 

@@ -190,7 +190,13 @@ def decode(
         say(f"decode step {i}: {spans[-1]:.2f} s")
     counted = spans[1:] or spans
     step_s = statistics.median(counted)
-    return {"B": B, "context": past, "steps_s": counted, "step_s": step_s, "tokens_per_s": B / step_s}
+    return {
+        "B": B,
+        "context": past,
+        "steps_s": counted,
+        "step_s": step_s,
+        "tokens_per_s": B / step_s,
+    }
 
 
 def attempt(work: Callable[[], object]) -> float | None:

@@ -143,7 +143,9 @@ def job(engine: mg.Engine, lengths: list[int]) -> dict[str, Any]:
     engine.generate(
         rows, max_new_tokens=1, ignore_eos=True, on_step=lambda r: seen.append(r.prefill_s)
     )
-    g = mg.build(engine.model, mg.Strategy(B=len(rows), b_a=1, b_e=8192), "prefill", lengths=lengths)
+    g = mg.build(
+        engine.model, mg.Strategy(B=len(rows), b_a=1, b_e=8192), "prefill", lengths=lengths
+    )
     flops = flops_of(g)
     assert engine.plan is not None
     result = {

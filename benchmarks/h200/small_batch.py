@@ -18,6 +18,7 @@ from harness import (
     Pinned,
     Results,
     engine_of,
+    kept_bytes,
     lane_shares,
     median_task_s,
     memory_point,
@@ -78,9 +79,10 @@ def measure(
         b_e=8192,
         omega=args.omega,
         s_expert=8 * model.expert_bytes,
-        s_params=kept_bytes(engine, whole, B, resident, args),
         fetch=fetch,
     )
+    work = mg.Workload.uniform(B, args.context, 1)
+    s = s.with_(s_params=resident_bytes(engine, whole, s, resident, work))
     g = mg.build(model, s, "decode", kv_len=args.context)
     gpu.reset()
     pinned.reset_peak()
@@ -90,9 +92,7 @@ def measure(
     moved = float(counted["h2d_bytes"].sum()) / len(tl.counted_steps)
     bulk = float(counted["h2d_bytes"].where(counted["lane"] == "BULK", 0.0).sum())
     bound_s = moved / rate
-    ledger = mg.memory(
-        model, engine.prepared.capacities, s, mg.Workload.uniform(B, args.context, 1)
-    )
+    ledger = mg.memory(model, engine.prepared.capacities, s, work)
     point = {
         "strategy": s.to_dict(),
         "resident": resident,
@@ -115,18 +115,15 @@ def measure(
     return point
 
 
-def kept_bytes(engine: mg.Engine, whole: mg.ModelSpec, B: int, resident: str, args: Any) -> int:
+def resident_bytes(
+    engine: mg.Engine, whole: mg.ModelSpec, s: mg.Strategy, resident: str, work: mg.Workload
+) -> int:
     """S_Params: nothing, every layer's dense weights, or what all layers could keep as well."""
-    model = engine.model
     if resident == "none":
         return 0
     if resident == "dense":
-        return sum(layer.dense_bytes for layer in model.layers)
-    from moegen.bench import plan_for_layers
-
-    fixed = {"B": B, "omega": args.omega, "s_expert": 8 * model.expert_bytes}
-    work = mg.Workload.uniform(B, args.context, 256)
-    return plan_for_layers(engine.prepared.with_plan(fixed), whole, work).decode.s_params
+        return sum(layer.dense_bytes for layer in engine.model.layers)
+    return kept_bytes(engine, whole, s, work)
 
 
 if __name__ == "__main__":
