@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from harness import pinned_buffer
+from meters import pinned_buffer
 
 from moegen.exec import attention
 from moegen.exec.lanes import attention_pool

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from attention_probe import Attender, Heads, Rows
-from harness import Results, median_s, parser, say
+from harness import Results, parser, say
+from meters import median_s
 
 GROUPED = Heads(n_heads=32, n_kv_heads=8, dk=128, dv=128)
 LATENT = Heads(n_heads=128, n_kv_heads=1, dk=576, dv=512, latent=True)

@@ -21,21 +21,23 @@ import time
 import torch
 from attention_probe import Attender, Heads, Rows
 from harness import (
-    GpuPeak,
-    Link,
-    Pinned,
     Results,
     engine_of,
     kept_bytes,
     lane_shares,
-    matmul_flops,
-    median_s,
     median_task_s,
-    memory_point,
     model_of,
     parser,
     say,
     steps_s,
+)
+from meters import (
+    GpuPeak,
+    Link,
+    Pinned,
+    matmul_flops,
+    median_s,
+    memory_point,
 )
 
 import moegen as mg
@@ -65,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--probe-rows", type=int, default=512, help="of the CPU's attention alone")
     p.add_argument("--steps", type=int, default=8, help="that count, of each point")
     p.add_argument("--each-s", type=float, default=15, help="what a point takes, at first guess")
-    p.add_argument("--timelines", action="store_true", help="keep those of omega 0.5 and 1")
+    p.add_argument("--timelines", nargs="*", default=(), help="points to keep those of, by omega")
     args = p.parse_args(argv)
     model, whole = model_of(args)
     out = Results(args, model=model.name, layers=args.layers, whole_layers=whole.n_layers)
@@ -97,8 +99,8 @@ def main(argv: list[str] | None = None) -> None:
                     out.data.setdefault("failed", []).append(f"{point}: {e}")
                     out.save()
                     continue
-                omega = tl.graph.strategy.omega if tl.graph.strategy else 0.0
-                if args.timelines and omega in (0.5, 1.0):
+                if point in args.timelines:
+                    omega = float(point.split(":")[1])
                     tl.save(args.out.parent / f"timeline_omega{omega:g}.json")
     out.done()
 

@@ -1,7 +1,7 @@
 """Memory as the ledger predicts it, against what the allocator took and what was registered.
 
-Each point is a model under a cap of GPU memory with the plan that it would be run by, or with a part
-of that plan fixed; its decode step, its prefill wave, or a whole job through ``generate``.
+Each point is a model under a cap of GPU memory with the plan that it would be run by, or with a
+part of that plan fixed; its decode step, its prefill wave, or a whole job through ``generate``.
 
     python benchmarks/h200/memory.py OUT.json [--only mixtral-8x7b]
 """
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from harness import GpuPeak, Pinned, Results, engine_of, memory_point, parser, say, spec_of
+from harness import Results, engine_of, parser, say, spec_of
+from meters import GpuPeak, Pinned, memory_point
 
 import moegen as mg
 from moegen.units import GIB, MIB, format_bytes

@@ -20,7 +20,8 @@ from typing import Any
 import accelerate
 import torch
 import transformers
-from harness import GpuPeak, Results, cap_gpu, model_of, parser, say, settle
+from harness import Results, cap_gpu, model_of, parser, say
+from meters import GpuPeak, settle
 from torch import nn
 from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 

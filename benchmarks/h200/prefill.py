@@ -13,18 +13,8 @@ import random
 from typing import Any
 
 import torch
-from harness import (
-    GpuPeak,
-    Results,
-    engine_of,
-    lane_shares,
-    matmul_flops,
-    median_task_s,
-    model_of,
-    parser,
-    say,
-    steps_s,
-)
+from harness import Results, engine_of, lane_shares, median_task_s, model_of, parser, say, steps_s
+from meters import GpuPeak, matmul_flops
 
 import moegen as mg
 
@@ -47,7 +37,9 @@ def main(argv: list[str] | None = None) -> None:
     out.put(
         matmul_flops={
             "8192 x 8192 x 8192": matmul_flops(args.device, *((64,) * 3 if tiny else (8192,) * 3)),
-            f"4096 x {hidden} x {2 * width}": matmul_flops(args.device, 4096, hidden, 2 * width),
+            f"4096 x {hidden} x {2 * width}": matmul_flops(
+                args.device, 64 if tiny else 4096, hidden, 2 * width
+            ),
         }
     )
     say("matmul", {k: f"{v / 1e12:.0f} TFLOP/s" for k, v in out.data["matmul_flops"].items()})

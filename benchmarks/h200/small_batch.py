@@ -13,19 +13,21 @@ from typing import Any
 
 import torch
 from harness import (
-    GpuPeak,
-    Link,
-    Pinned,
     Results,
     engine_of,
     kept_bytes,
     lane_shares,
     median_task_s,
-    memory_point,
     model_of,
     parser,
     say,
     steps_s,
+)
+from meters import (
+    GpuPeak,
+    Link,
+    Pinned,
+    memory_point,
 )
 
 import moegen as mg
