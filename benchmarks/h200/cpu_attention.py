@@ -129,14 +129,13 @@ def exact(heads: Heads, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """One row in float64; ``q`` [n_heads * dk], ``kv`` [n, kv_width]."""
     q = q.view(heads.n_heads, heads.dk)
     if heads.latent:
-        k = kv[None].expand(heads.n_heads, -1, -1)
-        v = k[..., : heads.dv]
-    else:
-        split = heads.n_kv_heads * heads.dk
-        group = heads.n_heads // heads.n_kv_heads
-        k = kv[:, :split].view(len(kv), heads.n_kv_heads, heads.dk).transpose(0, 1)
-        v = kv[:, split:].view(len(kv), heads.n_kv_heads, heads.dv).transpose(0, 1)
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        p = torch.softmax(heads.scale * q @ kv.T, -1)
+        return (p @ kv[:, : heads.dv]).reshape(-1)
+    split = heads.n_kv_heads * heads.dk
+    group = heads.n_heads // heads.n_kv_heads
+    k = kv[:, :split].view(len(kv), heads.n_kv_heads, heads.dk).transpose(0, 1)
+    v = kv[:, split:].view(len(kv), heads.n_kv_heads, heads.dv).transpose(0, 1)
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     p = torch.softmax(heads.scale * torch.einsum("hd,hnd->hn", q, k), -1)
     return torch.einsum("hn,hnd->hd", p, v).reshape(-1)
 

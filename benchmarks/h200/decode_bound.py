@@ -38,6 +38,7 @@ from meters import (
     matmul_flops,
     median_s,
     memory_point,
+    planned_pinned,
 )
 
 import moegen as mg
@@ -154,6 +155,7 @@ def measure(
     took_s = time.perf_counter() - began
     work = mg.Workload.uniform(s.B, args.context, 1)
     ledger = mg.memory(engine.model, engine.prepared.capacities, s, work)
+    kv_bytes = s.B * (args.context + 1) * engine.model.kv_bytes_per_token
     contended, alone = hardware(rates, contended=True), hardware(rates, contended=False)
     b, b_alone = (bound(g, mg.CostModel.roofline(hw)) for hw in (contended, alone))
     mixed = b.parts | {"resource h2d": link_s(g, rates)}
@@ -176,8 +178,8 @@ def measure(
         "predicted_period_s": mg.simulate(g, mg.CostModel.roofline(alone), steps=4).period_s,
         "utilization": lane_shares(tl),
         "median_task_s": median_task_s(tl),
-        "kv_bytes": s.B * (args.context + 1) * engine.model.kv_bytes_per_token,
-        **memory_point(ledger, gpu, pinned),
+        "kv_bytes": kv_bytes,
+        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, s, engine.model, kv_bytes)),
     }
     out.add(result)
     say(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from harness import Results, engine_of, parser, say, spec_of
-from meters import GpuPeak, Pinned, memory_point
+from meters import GpuPeak, Pinned, memory_point, planned_pinned
 
 import moegen as mg
 from moegen.units import GIB, MIB, format_bytes
@@ -117,8 +117,14 @@ def measure(
             mg.memory(model, prepared.capacities, s, work, phase=phase)
             for s, phase in ((plan.prefill, "prefill"), (plan.decode, "decode"))
         ]
-        ledger, host = max(phases, key=lambda x: x.gpu.total_bytes), phases[1]
-        strategy, tokens = plan.decode, plan.decode.B * (point.prompt_len + point.gen_len)
+        ledger = max(phases, key=lambda x: x.gpu.total_bytes)
+        # One KV store serves both.
+        kv = plan.decode.B * (point.prompt_len + point.gen_len) * model.kv_bytes_per_token
+        pinned_bytes = max(
+            planned_pinned(x, s, model, kv)
+            for x, s in zip(phases, (plan.prefill, plan.decode), strict=True)
+        )
+        strategy = plan.decode
     else:
         # Decode's rows are as long as the job's at its end: the ledger's worst step.
         strategy = plan.decode if point.what == "decode" else plan.prefill
@@ -131,7 +137,9 @@ def measure(
         of = mg.Workload.uniform(strategy.B, point.prompt_len, point.gen_len)
         ledger = mg.memory(model, prepared.capacities, strategy, of, phase=point.what)
         # A wave by itself has no room for answers in its KV store.
-        host, tokens = ledger, g.shape.tokens + sum(g.shape.past) if g.shape else 0
+        assert g.shape is not None
+        kv = (g.shape.tokens + sum(g.shape.past)) * model.kv_bytes_per_token
+        pinned_bytes = planned_pinned(ledger, strategy, model, kv)
     result = {
         "model": model.name,
         "layers": point.layers,
@@ -143,7 +151,7 @@ def measure(
         "gen_len": point.gen_len,
         "strategy": strategy.to_dict(),
         "ledger": ledger.to_dict(),
-        **memory_point(ledger, gpu, pinned, host, tokens * model.kv_bytes_per_token),
+        **memory_point(ledger, gpu, pinned, pinned_bytes),
     }
     reserved = result["gpu_reserved_bytes"]
     say(

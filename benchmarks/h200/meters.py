@@ -94,16 +94,14 @@ class Pinned:
         return int(torch.cuda.host_memory_stats().get("active_bytes.peak", 0))
 
 
-# Lines of a ledger's host section that are pinned whole, beside the KV store; of the row table half
-# is.
-PINNED_LINES = ("weights", "weights as packed", "queries and outputs staged")
-
-
-def planned_pinned(ledger: mg.Ledger, kv_bytes: int | None = None) -> int:
-    """Host bytes that a plan pins: weights, the KV store and what lanes stage."""
+def planned_pinned(ledger: mg.Ledger, s: mg.Strategy, model: mg.ModelSpec, kv_bytes: int) -> int:
+    """Host bytes that a plan pins: weights, a KV store of ``kv_bytes``, and what lanes stage."""
     lines = {line.name: line.bytes for line in ledger.host.lines}
-    store = lines.get("KV store", 0) if kv_bytes is None else kv_bytes
-    return sum(lines.get(x, 0) for x in PINNED_LINES) + store + lines.get("row table", 0) // 2
+    staged = lines.get("queries and outputs staged", 0)
+    # The row table is made in ordinary memory and pinned once; counts and tokens are pinned alone.
+    small = 8 * (max(layer.n_experts for layer in model.layers) + s.B)
+    table = (lines["row table"] - small) // 2 + small
+    return lines["weights"] + lines.get("weights as packed", 0) + kv_bytes + staged + table
 
 
 class GpuPeak:
@@ -125,21 +123,13 @@ class GpuPeak:
 
 
 def memory_point(
-    ledger: mg.Ledger,
-    gpu: GpuPeak,
-    pinned: Pinned,
-    host: mg.Ledger | None = None,
-    kv_bytes: int | None = None,
+    ledger: mg.Ledger, gpu: GpuPeak, pinned: Pinned, pinned_planned_bytes: int
 ) -> dict[str, Any]:
-    """Predicted and measured memory of a point: the fields of its JSON.
-
-    ``host`` is the ledger of host memory if that is another one, ``kv_bytes`` what the KV store
-    was asked to hold if the ledger has it larger.
-    """
+    """Predicted and measured memory of a point: the fields of its JSON."""
     return {
         "gpu_planned_bytes": ledger.gpu.total_bytes,
         "gpu_reserved_bytes": gpu.bytes(),
-        "pinned_planned_bytes": planned_pinned(host or ledger, kv_bytes),
+        "pinned_planned_bytes": pinned_planned_bytes,
         "pinned_registered_bytes": pinned.peak_bytes,
         "pinned_by_torch_bytes": pinned.of_torch(),
     }
@@ -180,7 +170,8 @@ class Link:
         if self._stream is None:
             self._slots[0].copy_(src)
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        # Blocking: a thread that spins would take a core from the CPU's attention.
+        event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             self._slots[self._n % 2].copy_(src, non_blocking=True)
             event.record()

@@ -33,7 +33,7 @@ RUNS: dict[str, tuple[str, float]] = {
     "sanitizer": ("sanitizer.py --budget-s 200", 220),
     "decode_bound_whole": (
         "decode_bound.py --layers 32 --host-memory 250GiB --each-s 60 --steps 5 --budget-s 260 "
-        "--points max:0.6:64:whole max:0.8:64:whole",
+        "--points max:0.85:64:whole max:0.7:64:whole",
         300,
     ),
     "peers": ("peers.py --budget-s 330", 360),

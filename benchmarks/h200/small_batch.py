@@ -28,6 +28,7 @@ from meters import (
     Link,
     Pinned,
     memory_point,
+    planned_pinned,
 )
 
 import moegen as mg
@@ -95,6 +96,7 @@ def measure(
     bulk = float(counted["h2d_bytes"].where(counted["lane"] == "BULK", 0.0).sum())
     bound_s = moved / rate
     ledger = mg.memory(model, engine.prepared.capacities, s, work)
+    kv_bytes = B * (args.context + 1) * model.kv_bytes_per_token
     point = {
         "strategy": s.to_dict(),
         "resident": resident,
@@ -108,7 +110,7 @@ def measure(
         "share_of_bound": bound_s / tl.period_s,
         "utilization": lane_shares(tl),
         "median_task_s": median_task_s(tl),
-        **memory_point(ledger, gpu, pinned),
+        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, s, model, kv_bytes)),
     }
     say(
         f"B {B} {fetch}, resident {resident}: {moved / 1e9:.2f} GB a step, {tl.period_s * 1e3:.1f} "
