@@ -269,3 +269,34 @@ def test_run_all_keeps_what_a_stopped_script_had(run, tmp_path, monkeypatch):
 
     names = set(zipfile.ZipFile(tmp_path / "all.zip").namelist())
     assert {"quick.json", "slow.json", "quick.log", "run_all.json"} <= names
+
+
+def test_planned_pinned_bytes_are_those_that_a_run_asks_for(run, monkeypatch):
+    from argparse import Namespace
+
+    from harness import engine_of, model_of
+    from meters import planned_pinned
+
+    from moegen.exec import buffers
+    from moegen.graph.build import build
+    from moegen.graph.memory import memory
+    from moegen.graph.strategy import Strategy
+    from moegen.graph.workload import Workload
+
+    asked = []
+    empty_host = buffers.empty_host
+
+    def counted(*shape, **kind):
+        asked.append(empty_host(*shape, **kind))
+        return asked[-1]
+
+    monkeypatch.setattr(buffers, "empty_host", counted)
+    args = Namespace(device="cpu", model="tiny", layers=2, gpu_memory=2**24, host_memory=None)
+    model, _ = model_of(args)
+    s = Strategy(B=6, b_a=2, b_e=8, omega=0.5)
+    with engine_of(args, model) as engine:
+        engine.execute(build(model, s, "decode", kv_len=9), steps=1)
+        ledger = memory(model, engine.prepared.capacities, s, Workload.uniform(6, 9, 1))
+        kv = 6 * 10 * model.kv_bytes_per_token
+        taken = engine.weights.nbytes + kv + sum(t.nbytes for t in asked)
+        assert planned_pinned(ledger, s, model, kv) == taken
