@@ -7,6 +7,7 @@ and looks at its own time budget before it begins another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -98,9 +99,15 @@ def cap_gpu(args: argparse.Namespace) -> None:
 
 def machine(device: str) -> dict[str, Any]:
     """What the numbers were measured on."""
-    cuda = device == "cuda"
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next(x for x in lines if x.startswith("model name")).partition(":")[2].strip()
+    there = torch.cuda.is_available()
     return {
-        "gpu": torch.cuda.get_device_name() if cuda else "none: CPU lanes",
+        "gpu": torch.cuda.get_device_name() if there else "no GPU",
+        "lanes": device,
+        "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__,
         "python": platform.python_version(),

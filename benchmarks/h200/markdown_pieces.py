@@ -12,7 +12,10 @@ Section = Callable[[Data, dict[str, Data]], list[str]]
 def where(data: Data) -> list[str]:
     """On what, and when."""
     m = data["machine"]
-    return [f"*{m['gpu']}, torch {m['torch']}, Python {m['python']}, {m['date']}.*", ""]
+    cpu = f", {m['cores']} cores of {m['cpu']}" if "cpu" in m else ""
+    lanes = ", on CPU lanes" if m["gpu"] == "no GPU" else ""
+    versions = f"torch {m['torch']}, Python {m['python']}"
+    return [f"*{m['gpu']}{lanes}{cpu}, {versions}, {m['date']}.*", ""]
 
 
 def left_out(data: Data) -> list[str]:

@@ -76,9 +76,16 @@ def main(argv: list[str] | None = None) -> None:
     with Pinned() as pinned:
         for point in out.within(chosen, args.each_s):
             try:
-                if engine is None or held != (point.model, point.layers, point.gpu_bytes):
+                if held != (point.model, point.layers, point.gpu_bytes):
+                    if engine is not None:
+                        engine.close()
+                    held = engine = None
+                    gc.collect()  # before another takes memory
+                    args.gpu_memory = point.gpu_bytes
+                    model = spec_of(point.model).with_(n_layers=point.layers)
+                    engine = engine_of(args, model)
                     held = (point.model, point.layers, point.gpu_bytes)
-                    engine = anew(engine, point, args)
+                assert engine is not None
                 out.add(measure(engine, point, args, pinned))
             except (mg.MoegenError, torch.OutOfMemoryError) as e:
                 say(f"{point}: {e}")
@@ -87,16 +94,6 @@ def main(argv: list[str] | None = None) -> None:
         if engine is not None:
             engine.close()
     out.done()
-
-
-def anew(engine: mg.Engine | None, point: Point, args: argparse.Namespace) -> mg.Engine:
-    """An engine for ``point``, and nothing left of the one before."""
-    if engine is not None:
-        engine.close()
-        engine.__dict__.clear()
-        gc.collect()
-    args.gpu_memory = point.gpu_bytes
-    return engine_of(args, spec_of(point.model).with_(n_layers=point.layers))
 
 
 def measure(

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("folder", type=Path)
     p.add_argument("names", nargs="*", help=f"of {', '.join(RUNS)}; all that one GPU does")
     p.add_argument("--budget-s", type=float, default=560)
+    p.add_argument("--host-memory", help="what the machine may give: goes to every script")
     p.add_argument("--zip", type=Path, help="keep one archive of everything so far")
     p.add_argument("--set", action="append", default=[], metavar="NAME=FLAGS", help="more flags")
     args = p.parse_args(argv)
@@ -79,13 +81,22 @@ def run(name: str, more: str, left_s: float, args: argparse.Namespace) -> int | 
     words, limit_s = RUNS[name]
     script, *flags = shlex.split(words)
     out, log = args.folder / f"{name}.json", args.folder / f"{name}.log"
+    if args.host_memory and "--host-memory" not in flags:
+        flags += ["--host-memory", args.host_memory]
     command = [sys.executable, str(HERE / script), str(out), *flags, *shlex.split(more)]
     path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     print(f"=== {name}: {shlex.join(command)}", flush=True)
     deadline = time.perf_counter() + min(limit_s, left_s)
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        # In a group of its own: what it started ends with it.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         shown = 0
         try:
             while process.poll() is None and time.perf_counter() < deadline:
@@ -93,14 +104,12 @@ def run(name: str, more: str, left_s: float, args: argparse.Namespace) -> int | 
                 shown = show(log, shown)
                 if args.zip and int(time.perf_counter()) % 5 == 0:
                     archive(args)
-            if process.poll() is None:
-                process.kill()
         finally:
             if process.poll() is None:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     show(log, shown)
-    return process.returncode if process.returncode != -9 else None
+    return process.returncode if process.returncode != -signal.SIGKILL else None
 
 
 def show(log: Path, shown: int) -> int:
