@@ -248,7 +248,7 @@ def test_report_holds_decode_against_peers(tmp_path):
 def test_run_all_keeps_what_a_stopped_script_had(run, tmp_path, monkeypatch):
     import run_all
 
-    monkeypatch.setitem(run_all.RUNS, "quick", ("quick.py --n 2", 30.0))
+    monkeypatch.setitem(run_all.RUNS, "quick", ("quick.py --budget-s 90", 50.0))
     monkeypatch.setitem(run_all.RUNS, "slow", ("slow.py", 1.5))
     monkeypatch.setattr(run_all, "HERE", tmp_path)
     body = (
@@ -258,13 +258,26 @@ def test_run_all_keeps_what_a_stopped_script_had(run, tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text(body + "time.sleep(60)\n")
     out = tmp_path / "out"
     code = run_all.main(
-        [str(out), "quick", "slow", "--zip", str(tmp_path / "all.zip"), "--set", "quick=--m 3"]
+        [
+            str(out),
+            "quick",
+            "slow",
+            "--zip",
+            str(tmp_path / "all.zip"),
+            "--set",
+            "quick=--m 3",
+            "--host-memory",
+            "9GiB",
+        ]
     )
     assert code == 1
     ended = json.loads((out / "run_all.json").read_text())
     assert ended["quick"]["exit_code"] == 0 and ended["slow"]["exit_code"] is None
     assert (out / "slow.json").read_text() == "[1]"
-    assert "['--n', '2', '--m', '3']" in (out / "quick.log").read_text()
+    assert (
+        "['--budget-s', '35', '--host-memory', '9GiB', '--m', '3']"
+        in (out / "quick.log").read_text()
+    )
     import zipfile
 
     names = set(zipfile.ZipFile(tmp_path / "all.zip").namelist())

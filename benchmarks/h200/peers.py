@@ -32,16 +32,16 @@ PIECE = 32 * 2**20  # elements that a thread fills at once
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = parser(__doc__, budget_s=420)
+    p = parser(__doc__, budget_s=400)
     p.set_defaults(layers=32)
     p.add_argument("--prompt-len", type=int, default=512)
     p.add_argument("--gen-len", type=int, default=256)
-    p.add_argument("--first-batch", type=int, default=80, help="the batch to try first")
+    p.add_argument("--first-batch", type=int, default=88, help="the batch to try first")
     p.add_argument("--most-batch", type=int, default=1024, help="look no further than that")
     p.add_argument("--precision", type=float, default=0.04, help="of the largest batch")
     p.add_argument("--pinned-steps", type=int, default=4)
     p.add_argument("--pageable-steps", type=int, default=2)
-    p.add_argument("--search-s", type=float, default=150, help="look for the batch so long at most")
+    p.add_argument("--search-s", type=float, default=75, help="look for the batch so long at most")
     args = p.parse_args(argv)
     torch.set_grad_enabled(False)
     spec, _ = model_of(args)
