@@ -407,10 +407,9 @@ def test_peak_on_cuda(family, omega, monkeypatch):
             monkeypatch.setattr(Generation, f"_{phase}", measuring(phase, method))
         prompts = [[(7 * i + k) % 1000 + 3 for k in range(512 - i)] for i in range(96)]
         engine.generate(prompts, [4 + i % 5 for i in range(96)], ignore_eos=True)
-        work = Workload.from_lengths([512 - i for i in range(96)], [4 + i % 5 for i in range(96)])
-        for phase, s in (("prefill", plan.prefill), ("decode", plan.decode)):
-            hw = engine.prepared.capacities
-            said = memory(engine.model, hw, s, work, phase=phase).gpu.total_bytes
+        for phase, ledger in (("prefill", engine.prefill_ledger), ("decode", engine.ledger)):
+            assert ledger is not None
+            said = ledger.gpu.total_bytes
             print(
                 f"{family} omega {omega} {phase}: {peaks[phase] / 2**20:.0f} MiB held, "
                 f"{said / 2**20:.0f} MiB said"

@@ -8,7 +8,7 @@ routing) in `Scratch`; everything that crosses lanes is a ring slot in `Buffers`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
 from moegen.exec.kv import KVStore
 from moegen.exec.lanes import give_back_gpu_memory
+from moegen.exec.layout import Layout
 from moegen.exec.step import Span, Step
 from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights
@@ -166,6 +167,7 @@ class Program:
         self.grouped_below = GROUPED_BELOW_TOKENS.get(machinery.device.type, 0)
         # The row table's columns of the step that each of its slots holds.
         self._columns: dict[int, tuple[Step, dict[str, Tensor]]] = {}
+        self._views: dict[Hashable, dict[str, Tensor]] = {}
         self._ranks = Counter(t.id.layer for t in graph.tasks if t.id.op == "expert")
         for layer in self._ranks:
             self._ranks[layer] *= graph.strategy.expert_group
@@ -254,8 +256,23 @@ class Program:
         layer = task.id.layer
         layout = self.machinery.weights.dense_layouts[layer]
         if self.kept.dense[layer]:
-            return layout.view(self.machinery.resident_dense[layer])
-        return layout.view(self.buffers.dense[self.slot("dense_weights", task, index)])
+            resident = self.machinery.resident_dense[layer]
+            return self._named(layout.view, layout, ("dense", layer), lambda: resident)
+        slot = self.slot("dense_weights", task, index)
+        return self._named(layout.view, layout, slot, lambda: self.buffers.dense[slot])
+
+    def _named(
+        self,
+        view: Callable[[Tensor], dict[str, Tensor]],
+        layout: Layout,
+        where: Hashable,
+        flat: Callable[[], Tensor],
+    ) -> dict[str, Tensor]:
+        """Views of the bytes at ``where``, made once: they never move, and a view costs Python."""
+        key = id(layout), where
+        if key not in self._views:
+            self._views[key] = view(flat())
+        return self._views[key]
 
     def experts(self, task: Task, step: Step | None) -> Sequence[int]:
         """The experts that an ``expert`` or ``copy_expert`` task stands for in this step."""
@@ -278,9 +295,15 @@ class Program:
         layout = self.machinery.weights.expert_layouts[layer]
         assert layout is not None
         if expert < self.kept.experts[layer]:
-            return layout.view(self.machinery.resident_experts[layer][expert])
-        slot = self.buffers.expert[self.slot("expert_weights", task, index)]
-        return layout.view(self.expert_place(slot, layer, place))
+            resident = self.machinery.resident_experts[layer]
+            return self._named(layout.view, layout, (layer, expert, 1), lambda: resident[expert])
+        slot = self.slot("expert_weights", task, index)
+        return self._named(
+            layout.view,
+            layout,
+            (slot, place),
+            lambda: self.expert_place(self.buffers.expert[slot], layer, place),
+        )
 
     def stacked_weights(
         self, task: Task, index: int, place: int, experts: Sequence[int]
@@ -289,17 +312,28 @@ class Program:
         layer, n = task.id.layer, len(experts)
         layout = self.machinery.weights.expert_layouts[layer]
         assert layout is not None
-        if experts[0] < self.kept.experts[layer]:
+        first = experts[0]
+        if first < self.kept.experts[layer]:
             resident = self.machinery.resident_experts[layer]
-            return layout.stacked(resident[experts[0] : experts[-1] + 1].view(-1))
-        slot = self.buffers.expert[self.slot("expert_weights", task, index)]
-        return layout.stacked(slot[place * layout.nbytes : (place + n) * layout.nbytes])
+            return self._named(
+                layout.stacked,
+                layout,
+                (layer, first, n),
+                lambda: resident[first : first + n].view(-1),
+            )
+        slot = self.slot("expert_weights", task, index)
+        return self._named(
+            layout.stacked,
+            layout,
+            ("stack", slot, place, n),
+            lambda: self.expert_place(self.buffers.expert[slot], layer, place, n),
+        )
 
-    def expert_place(self, slot: Tensor, layer: int, place: int) -> Tensor:
-        """Bytes of the ``place``-th expert in a slot."""
+    def expert_place(self, slot: Tensor, layer: int, place: int, n: int = 1) -> Tensor:
+        """Bytes of ``n`` experts in a slot, from the ``place``-th on."""
         layout = self.machinery.weights.expert_layouts[layer]
         assert layout is not None
-        return slot[place * layout.nbytes : (place + 1) * layout.nbytes]
+        return slot[place * layout.nbytes : (place + n) * layout.nbytes]
 
     def sampled(self, step: Step) -> list[int]:
         """The step's tokens, by live row; they are on the host."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -124,7 +125,7 @@ class Step:
             spans.append(Span(r0, r1, int(tokens[r0]), int(tokens[r1]), longest))
         return spans[0], tuple(spans[1:]), slot_start
 
-    @property
+    @cached_property
     def everything(self) -> Span:
         """All live rows."""
         longest = int(self.length.max()) if self.n_rows else 0

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moegen.exec.arena import Arena
 from moegen.exec.kernels.triton_util import require_triton
+from moegen.graph.working import SORT_CHUNK
 
 require_triton()
 
@@ -27,7 +28,7 @@ import triton.language as tl  # noqa: E402
 # Elements of a tile of (choices, experts).
 _TILE, _WARPS = 8192, 8
 # Choices that a program counts and ranks, where they are shared between programs.
-CHUNK = 1024
+CHUNK = SORT_CHUNK
 # Elements that one program alone gets through sooner than three launches take.
 _ALONE = 16 * _TILE
 
@@ -238,5 +239,5 @@ def sort_choices(
 
 
 def table_bytes(n_choices: int, n_experts: int) -> int:
-    """What :func:`sort_choices` may take of the arena."""
+    """What :func:`sort_choices` may take of the arena: `moegen.graph.working` counts on it."""
     return 4 * -(-n_choices // CHUNK) * n_experts
