@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from moegen.exec import layout, program, step  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
+from moegen.exec.decode_attention import TorchDecode  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.generate import Generation, SequenceState  # noqa: E402
@@ -180,8 +180,7 @@ def meta_program(model, graph, capacity):
         weights=weights,  # type: ignore[arg-type]
         device=torch.device("meta"),
         head=head.view(torch.empty(head.nbytes, dtype=torch.uint8, device="meta")),
-        pool=ThreadPoolExecutor(1),
-        threads=1,
+        decode=TorchDecode(1),
     )
     store = SimpleNamespace(pinned=True)
     return Program(graph, machinery, store, capacity, lambda _: None)  # type: ignore[arg-type]

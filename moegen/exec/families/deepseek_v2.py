@@ -8,8 +8,6 @@ latent as it is stored. Prefill decompresses it, which costs fewer operations th
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -140,17 +138,6 @@ class DeepseekV2(Family):
         k = torch.cat((k_nope, k_rope[:, None].expand(-1, a.n_heads, -1)), dim=-1)
         q = q.unflatten(-1, (a.n_heads, a.head_dim))
         return attention.prefill(q, k, v, lengths, self.scale).flatten(1)
-
-    def attn_decode(
-        self, q: Tensor, kv: Sequence[Tensor], pool: Executor | None = None, threads: int = 1
-    ) -> Tensor:
-        decode = partial(
-            attention.decode_latent,
-            n_heads=self.attention.n_heads,
-            kv_lora_rank=self.attention.kv_lora_rank,
-            scale=self.scale,
-        )
-        return attention.decode_rows_threaded(decode, q, kv, pool, threads)
 
     def attn_out(self, w: Weights, o: Tensor, phase: Phase) -> Tensor:
         a = self.attention

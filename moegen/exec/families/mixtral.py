@@ -6,8 +6,6 @@ Follows ``modeling_mixtral.py`` of transformers 5.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -79,21 +77,6 @@ class Mixtral(Family):
         k, v = kv.unflatten(-1, (2, a.n_kv_heads, a.head_dim)).unbind(1)
         q = q.unflatten(-1, (a.n_heads, a.head_dim))
         return attention.prefill(q, k, v, lengths, self.scale, a.window).flatten(1)
-
-    def attn_decode(
-        self, q: Tensor, kv: Sequence[Tensor], pool: Executor | None = None, threads: int = 1
-    ) -> Tensor:
-        a = self.attention
-        if a.window is not None:
-            kv = [row[-a.window :] for row in kv]
-        decode = partial(
-            attention.decode_gqa,
-            n_heads=a.n_heads,
-            n_kv_heads=a.n_kv_heads,
-            head_dim=a.head_dim,
-            scale=self.scale,
-        )
-        return attention.decode_rows_threaded(decode, q, kv, pool, threads)
 
     def attn_out(self, w: Weights, o: Tensor, phase: Phase) -> Tensor:
         return F.linear(o, w["o"])
