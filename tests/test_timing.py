@@ -15,7 +15,7 @@ from delays import Held, RandomDelays  # noqa: E402
 from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.errors import DeadlockError, GraphError, InvalidInput  # noqa: E402
-from moegen.exec import generate, program, runner  # noqa: E402
+from moegen.exec import generate, issue, program  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.generate import Generation, SequenceState  # noqa: E402
@@ -304,7 +304,7 @@ def test_without_an_input_a_run_differs_or_fails(bench, without, monkeypatch, bu
     assert same(bench.run(ROOMY, held), wanted)
     without("decode", EdgeKind.DATA, buffer)
     if buffer == "host_tokens":
-        monkeypatch.setattr(runner, "STALL_S", 1.0)  # nobody binds the next step
+        monkeypatch.setattr(issue, "STALL_S", 1.0)  # nobody binds the next step
     try:
         got = bench.run(ROOMY, held)
     except FAILURES:

@@ -11,12 +11,12 @@ import torch
 
 from moegen.exec.decode_attention import cpu_decode
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
+from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
 from moegen.exec.lanes import peak_gpu_memory
 from moegen.exec.prepare import Given, Prepared
 from moegen.exec.program import Machinery
 from moegen.exec.prompts import to_sequences
-from moegen.exec.runner import Delays
 from moegen.exec.synthetic import run_synthetic
 from moegen.exec.weights import HostWeights, Progress
 from moegen.graph import host_memory

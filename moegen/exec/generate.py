@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
 from moegen.exec.lanes import give_back_gpu_memory
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
-from moegen.exec.runner import Delays, Runner
+from moegen.exec.runner import Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.build import build
 from moegen.graph.sizes import Capacity

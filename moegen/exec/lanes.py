@@ -1,22 +1,24 @@
 """Lanes as they run: a worker thread on the CPU, a stream on CUDA.
 
-Both have two sides. The *issuing* side (one thread a lane, in the runner) hands work over
-in program order; the *executing* side does it in that order. Events join them, with the
-semantics of CUDA: waiting on an event that has not been recorded protects nothing. CUDA
-lets it pass in silence; the CPU lanes raise, so tests without a GPU find the fault.
+Both have two sides. The *issuing* side (`moegen.exec.issue`) hands work over in program order;
+the *executing* side does it in that order. Events join them, with the semantics of CUDA: waiting
+on an event that has not been recorded protects nothing. CUDA lets it pass in silence; the CPU
+lanes raise, so tests without a GPU find the fault.
 
 Apart from `moegen.exec.pinning`, this is the only module that names ``torch.cuda``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,7 +31,16 @@ class UnrecordedEvent(MoegenError):
 
 
 class Event(Protocol):
-    """A point in a lane's execution."""
+    """A point in a lane's execution.
+
+    ``rings`` says whether the issuing thread is told when the lane has come to it.
+    """
+
+    rings: bool
+
+    def ready(self) -> bool:
+        """Whether the lane has come to this point."""
+        ...
 
     def synchronize(self) -> None:
         """Block the calling thread until the lane has come to this point."""
@@ -45,7 +56,14 @@ class Stream(Protocol):
 
     def submit(self, work: Callable[[], None]) -> None: ...
     def record(self) -> Event: ...
-    def wait(self, event: Event) -> None: ...
+    def can_wait(self, event: Event) -> bool:
+        """Whether `wait` would not block the calling thread."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let what is submitted from here on begin after ``event``."""
+        ...
+
     def delay(self, seconds: float) -> None: ...
     def pulse(self) -> int:
         """A number that another call finds changed if the lane has been at work meanwhile, or
@@ -57,6 +75,7 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+_PR_SET_TIMERSLACK = 29
 ANCHOR_S = 20.0
 
 
@@ -93,14 +112,20 @@ class Clock:
 class CpuEvent:
     """An event of a CPU lane; it raises where CUDA would silently not wait."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    rings = True
+
+    def __init__(self, clock: Clock, wake: Callable[[], None]) -> None:
+        self._clock, self._wake = clock, wake
         self._reached = threading.Event()
         self._time_s = float("nan")
 
     def reach(self) -> None:
         self._time_s = self._clock.now()
         self._reached.set()
+        self._wake()
+
+    def ready(self) -> bool:
+        return self._reached.is_set()
 
     def synchronize(self) -> None:
         self._reached.wait()
@@ -131,12 +156,17 @@ class Worker(threading.Thread):
         self.join()
 
 
+class _Wait(NamedTuple):
+    event: Event
+
+
 class CpuStream:
     """A worker thread that runs what it is given, in order.
 
     After a failure it drops the work that follows but still reaches its events, so that
-    nobody hangs; ``on_error`` hears of the failure at once. ``torch_threads`` limits the
-    threads that torch starts for one operation; its own choice unless given.
+    nobody hangs; ``on_error`` hears of the failure at once, ``wake`` of every event reached.
+    ``torch_threads`` limits the threads that torch starts for one operation; its own choice
+    unless given.
     """
 
     def __init__(
@@ -144,15 +174,17 @@ class CpuStream:
         name: str,
         clock: Clock,
         on_error: Callable[[BaseException], None],
+        wake: Callable[[], None] = lambda: None,
         *,
         torch_threads: int | None = None,
     ) -> None:
         self.clock = clock
-        self._on_error = on_error
+        self._on_error, self._wake = on_error, wake
         self._failed = False
         self._working = False
         self._pulse = 0
-        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | _Wait | None]
+        self._queue = queue.SimpleQueue()
         self._thread = Worker(f"moegen-{name}", self._work)
         self._thread.start()
         if torch_threads is not None:
@@ -160,41 +192,42 @@ class CpuStream:
                 self.submit(lambda: use_torch_threads(torch_threads))
                 self.synchronize()
 
+    @torch.inference_mode()
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, CpuEvent):
                 item.reach()
+            elif isinstance(item, _Wait):
+                item.event.synchronize()
             elif not self._failed:
+                self._working = True
                 try:
                     item()
                 except BaseException as e:
                     self._failed = True
                     self._on_error(e)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        def counted() -> None:
-            self._working = True
-            try:
-                work()
-            finally:
                 self._working = False
                 self._pulse += 1
 
-        self._queue.put(counted)
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
 
     def pulse(self) -> int:
         self._pulse += self._working
         return self._pulse
 
     def record(self) -> CpuEvent:
-        event = CpuEvent(self.clock)
+        event = CpuEvent(self.clock, self._wake)
         self._queue.put(event)
         return event
+
+    def can_wait(self, event: Event) -> bool:
+        return True
 
     def wait(self, event: Event | None) -> None:
         if event is None:
             raise UnrecordedEvent("a lane waits for an event that has not been recorded")
-        self._queue.put(event.synchronize)
+        self._queue.put(_Wait(event))
 
     def delay(self, seconds: float) -> None:
         self.submit(lambda: time.sleep(seconds))
@@ -210,11 +243,16 @@ class CpuStream:
 class CudaEvent:
     """A CUDA event with a time."""
 
+    rings = False
+
     def __init__(self, clock: Clock, stream: torch.cuda.Stream) -> None:
         self._clock = clock
         # Blocking: a spinning host thread would take a core from the CPU's attention.
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(stream)
+
+    def ready(self) -> bool:
+        return self.event.query()
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -224,7 +262,10 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream; an event of a CPU lane blocks its issuing thread instead."""
+    """A CUDA stream. It cannot wait for an event of a CPU lane: the issuing thread does.
+
+    What is submitted leaves the stream current: only that thread submits, and to streams alone.
+    """
 
     def __init__(self, device: torch.device, lane: Lane, clock: Clock) -> None:
         self.clock = clock
@@ -232,11 +273,14 @@ class CudaStream:
         self._pulse = 0
 
     def submit(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self.stream):
-            work()
+        torch.cuda.set_stream(self.stream)
+        work()
 
     def record(self) -> CudaEvent:
         return CudaEvent(self.clock, self.stream)
+
+    def can_wait(self, event: Event) -> bool:
+        return isinstance(event, CudaEvent) or event.ready()
 
     def wait(self, event: Event | None) -> None:
         if event is None:
@@ -272,9 +316,15 @@ def _cuda_stream(device: torch.device, lane: Lane) -> torch.cuda.Stream:
 
 
 def open_streams(
-    device: torch.device, clock: Clock, on_error: Callable[[BaseException], None]
+    device: torch.device,
+    clock: Clock,
+    on_error: Callable[[BaseException], None],
+    wake: Callable[[], None] = lambda: None,
 ) -> dict[Lane, Stream]:
-    """The executing side of every lane on ``device``; the CPU lane is a thread on both."""
+    """The executing side of every lane on ``device``; the CPU lane is a thread on both.
+
+    ``on_error`` hears of what fails on a CPU lane, ``wake`` whenever one has come to an event.
+    """
     streams: dict[Lane, Stream] = {}
     cuda = device.type == "cuda"
     for lane in Lane:
@@ -284,7 +334,7 @@ def open_streams(
             # Beside CUDA the attention's own pool has the cores: torch's threads would
             # spin between operations and take them away.
             one = 1 if cuda else None
-            streams[lane] = CpuStream(lane.value, clock, on_error, torch_threads=one)
+            streams[lane] = CpuStream(lane.value, clock, on_error, wake, torch_threads=one)
     return streams
 
 
@@ -309,9 +359,11 @@ def use_torch_threads(n: int) -> None:
 
 
 def enter(device: torch.device) -> None:
-    """Make ``device`` the calling thread's."""
+    """Make ``device`` the calling thread's, which is going to ask often whether it is ready."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if sys.platform == "linux":  # else a sleep of 20 us takes 70
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 def pick_device(name: str | None) -> torch.device:

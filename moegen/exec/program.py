@@ -182,8 +182,7 @@ class Program:
         return m >= 0 and step.span(m).rows == 0
 
     def run(self, task: Task, index: int, step: Step | None) -> None:
-        with torch.inference_mode():
-            self.kernels[task.id.op](self, task, index, step)
+        self.kernels[task.id.op](self, task, index, step)
 
     # -- what kernels ask --------------------------------------------------------------
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegen.errors import InvalidInput
+from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
-from moegen.exec.runner import Delays, Runner
+from moegen.exec.runner import Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.checks import whole
 from moegen.graph.model import ModelSpec
