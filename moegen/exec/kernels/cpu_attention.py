@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +28,7 @@ _MAIN = _HERE / "cpu_attention.cpp"
 _SOURCES = (_MAIN, _HERE / "cpu_attention.h", _HERE / "cpu_attention_kernel.h")
 # No -march: the file may lie in a home directory that several machines share.
 _FLAGS = ("-O3", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
+_CHECK_BYTES = hashlib.sha256().digest_size
 _NAME = "moegen_cpu_attention"
 _lock = threading.Lock()
 
@@ -75,11 +76,9 @@ def _library(defines: tuple[str, ...]) -> Library | str:
     if sys.platform == "win32":
         return "it needs Linux or macOS"
     place = _place(defines)
-    if place is not None and place.is_file():
-        try:
+    if place is not None and _whole(place):
+        with suppress(OSError):  # of another system: made anew
             return _load(place)
-        except OSError:
-            pass  # of another system, or damaged: made anew
     try:
         return _make(defines, place)
     except Unavailable as e:
@@ -99,6 +98,15 @@ def _place(defines: tuple[str, ...]) -> Path | None:
     return root / f"{_NAME}-{platform.machine()}-{digest.hexdigest()[:16]}.so"
 
 
+def _whole(place: Path) -> bool:
+    """Whether a kept file ends with its checksum: to load part of one ends the process."""
+    try:
+        data = place.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-_CHECK_BYTES]).digest() == data[-_CHECK_BYTES:]
+
+
 def _make(defines: tuple[str, ...], place: Path | None) -> Library:
     """Compile in a folder of this process alone, then move the result to its place."""
     try:
@@ -114,6 +122,8 @@ def _make(defines: tuple[str, ...], place: Path | None) -> Library:
     try:
         made = _compile(defines, folder)
         if place is not None:
+            with open(made, "ab") as file:
+                file.write(hashlib.sha256(made.read_bytes()).digest())
             os.replace(made, place)
             made = place
         return _load(made)
