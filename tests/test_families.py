@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.cpu
@@ -14,6 +15,7 @@ from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.errors import InvalidInput  # noqa: E402
 from moegen.exec.arena import Arena  # noqa: E402
+from moegen.exec.decode_attention import CpuDecode, cpu_decode  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.families.base import Family  # noqa: E402
 from moegen.exec.weights import HostWeights  # noqa: E402
@@ -79,7 +81,19 @@ def moe(family: Family, store: HostWeights, layer: int, x, h):
     return x
 
 
-def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, pool=None):
+def decode(family: Family, layer: int, q, new, rows, attend: CpuDecode):
+    """Attention of one new token a row, over rows that lie in one store behind each other."""
+    lengths = [len(row) for row in rows]
+    store = torch.cat([*rows, new.new_full((1, new.shape[1]), torch.nan)])
+    start = np.cumsum([0, *lengths])[:-1]
+    store[start + lengths - 1] = torch.nan  # the kernel's to write
+    out = q.new_empty(len(rows), family.spec.layers[layer].attention.out_width("decode"))
+    shape = family.decode_shape(layer)
+    attend.attend(shape, q, new, store, start, np.array(lengths), out)
+    return out
+
+
+def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, attend):
     """One step over packed rows; ``kv[layer][row]`` is what each row has stored so far."""
     n, dtype = len(ids), family.dtype
     x = filled((n, family.spec.hidden), dtype)
@@ -98,7 +112,7 @@ def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, pool=
             o = filled((n, layer.attention.out_width(phase)), dtype)
             family.attn_prefill(w, q, new, lengths, ends, o, arena)
         else:
-            o = family.attn_decode(q, kv[i], pool, 2)
+            o = decode(family, i, q, new, kv[i], attend)
         h = filled(x.shape, dtype)
         family.post_attn(w, o, x, h, phase, arena)
         x = moe(family, store, i, x, h)
@@ -107,19 +121,19 @@ def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, pool=
     return out
 
 
-def run(family, store, prompts, steps, follow=None, pool=None):
+def run(family, store, prompts, steps, attend, follow=None):
     """Logits [steps + 1, R, vocab] of greedy decoding, or of the tokens in ``follow``."""
     texts = [list(p) for p in prompts]
     kv = [[] for _ in family.spec.layers]
     lengths = [len(p) for p in texts]
     ids, pos = sum(texts, []), [i for n in lengths for i in range(n)]
-    out = [step(family, store, ids, pos, kv, lengths, "prefill", pool)]
+    out = [step(family, store, ids, pos, kv, lengths, "prefill", attend)]
     for t in range(steps):
         new = out[-1].argmax(-1).tolist() if follow is None else [row[t] for row in follow]
         for text, token in zip(texts, new, strict=True):
             text.append(token)
         pos = [len(text) - 1 for text in texts]
-        out.append(step(family, store, new, pos, kv, [1] * len(texts), "decode", pool))
+        out.append(step(family, store, new, pos, kv, [1] * len(texts), "decode", attend))
     return torch.stack(out), [text[n:] for text, n in zip(texts, lengths, strict=True)]
 
 
@@ -137,17 +151,18 @@ def make_prompts(seed=0):
     return [torch.randint(3, 128, (n,), generator=g).tolist() for n in PROMPTS]
 
 
+@pytest.mark.parametrize("kind", [None, "torch"])
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_logits_equal_transformers(name, tmp_path):
+def test_logits_equal_transformers(name, kind, tmp_path):
     make, over = CASES[name]
     path, model = make(tmp_path, seed=1, **over)
     spec = ModelSpec.from_pretrained(path)
     family = family_for(spec)
-    with ThreadPoolExecutor(2) as pool:
+    with closing(cpu_decode(2, kind)) as attend:
         store = HostWeights.load(path, spec, family)
         prompts = make_prompts()
-        got, tokens = run(family, store, prompts, STEPS, pool=pool)
+        got, tokens = run(family, store, prompts, STEPS, attend)
     wanted = reference(model, prompts, tokens)
     assert wanted.abs().max() > 1  # logits with something to get wrong
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
@@ -160,10 +175,12 @@ def test_bfloat16_is_no_worse_than_transformers_own(make, tmp_path):
     spec = ModelSpec.from_pretrained(path)
     prompts = make_prompts()
     family = family_for(spec)
-    exact, tokens = run(family, HostWeights.load(path, spec, family), prompts, STEPS)
+    attend = cpu_decode(1)
+    exact, tokens = run(family, HostWeights.load(path, spec, family), prompts, STEPS, attend)
     half = family_for(spec, torch.bfloat16)
     store = HostWeights.load(path, spec, half)
-    got, _ = run(half, store, prompts, STEPS, follow=tokens)
+    got, _ = run(half, store, prompts, STEPS, attend, follow=tokens)
+    attend.close()
     assert got.dtype == torch.bfloat16
     # from_pretrained, not .bfloat16(): it keeps in float32 what must stay so.
     theirs = reference(type(model).from_pretrained(path, dtype=torch.bfloat16), prompts, tokens)
@@ -186,9 +203,10 @@ def test_every_op_takes_no_tokens(make, tmp_path):
     spec = ModelSpec.from_pretrained(path)
     family = family_for(spec)
     store = HostWeights.load(path, spec, family)
-    for phase in ("prefill", "decode"):
-        out = step(family, store, [], [], [[] for _ in spec.layers], [], phase)
-        assert out.shape == (0, spec.vocab)
+    with closing(cpu_decode(1)) as attend:
+        for phase in ("prefill", "decode"):
+            out = step(family, store, [], [], [[] for _ in spec.layers], [], phase, attend)
+            assert out.shape == (0, spec.vocab)
 
 
 @pytest.mark.parametrize(

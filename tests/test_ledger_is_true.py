@@ -6,7 +6,6 @@ import gc
 import itertools
 import weakref
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +21,7 @@ from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 from moegen.exec import layout, step  # noqa: E402
 from moegen.exec.arena import Arena, ArenaFull  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
+from moegen.exec.decode_attention import TorchDecode  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.generate import Generation, SequenceState  # noqa: E402
@@ -116,8 +116,7 @@ def meta_program(model, graph, capacity):
         weights=weights,  # type: ignore[arg-type]
         device=torch.device("meta"),
         head=head.view(torch.empty(head.nbytes, dtype=torch.uint8, device="meta")),
-        pool=ThreadPoolExecutor(1),
-        threads=1,
+        decode=TorchDecode(1),
     )
     store = SimpleNamespace(pinned=True)
     return Program(graph, machinery, store, capacity, lambda _: None)  # type: ignore[arg-type]
@@ -291,7 +290,7 @@ def test_rows_that_are_alike_take_what_was_planned(engine, measured, b_e):
         prompts = [[(7 * i + k) % 100 + 3 for k in range(prompt)] for i in range(n)]
         engine.generate(prompts, gen, ignore_eos=True)
     finally:
-        engine.machinery.pool.shutdown()
+        engine.machinery.decode.close()
     work = Workload.uniform(n, prompt, gen)
     for phase, s in (("prefill", plan.prefill), ("decode", plan.decode)):
         ledger = memory(engine.model, engine.prepared.capacities, s, work, phase=phase)

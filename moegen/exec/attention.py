@@ -11,113 +11,66 @@ times faster than ``enable_gqa``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What a row costs beside its tokens, in tokens: keeps one thread from getting all short rows.
-_ROW_OVERHEAD_TOKENS = 16
-# KV that a thread more is worth waking for: with less, threads wait for each other's Python.
-_THREAD_BYTES = 1024 * 1024
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """A layer's decode attention: one new token a row, over that row's history.
+
+    Attributes
+    ----------
+    n_heads, n_kv_heads : int
+    dk, dv : int
+        Numbers of a head's query and key, and of its value.
+    latent : bool
+        One key for all heads, whose first ``dv`` numbers are the value (absorbed MLA).
+    scale : float
+        Of the scores, before the softmax.
+    window : int, optional
+        Tokens that count, the new one included.
+    sinks : Tensor, float32 [n_heads], optional
+        Logits that take part in the softmax and have no value.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    dk: int
+    dv: int
+    latent: bool
+    scale: float
+    window: int | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of a token in the KV store."""
+        return self.dk if self.latent else self.n_kv_heads * (self.dk + self.dv)
 
 
-def decode_gqa(
-    q: Tensor,
-    kv_views: Sequence[Tensor],
-    n_heads: int,
-    n_kv_heads: int,
-    head_dim: int,
-    scale: float,
-) -> Tensor:
+def decode(shape: DecodeShape, q: Tensor, kv_views: Sequence[Tensor]) -> Tensor:
     """One new token a row, over that row's history; each row has a length of its own.
 
     Parameters
     ----------
-    q : Tensor, [R, n_heads * head_dim]
-    kv_views : sequence of R Tensors, [n_r, 2 * n_kv_heads * head_dim]
-        The new token's keys and values included. Views are not copied.
+    shape : DecodeShape
+    q : Tensor, [R, n_heads * dk]
+    kv_views : sequence of R Tensors, [n_r, kv_width]
+        The tokens that count, the new one's included. Views are not copied.
 
     Returns
     -------
-    Tensor, [R, n_heads * head_dim]
+    Tensor, [R, n_heads * dv]
     """
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape[0], shape.n_heads * shape.dv)
     for rows, kv in _batches(kv_views):
-        out[rows] = _gqa(q[rows], kv, n_heads, n_kv_heads, head_dim, scale)
+        out[rows] = _attend(shape, q[rows], kv)
     return out
-
-
-def decode_latent(
-    q: Tensor, kv_views: Sequence[Tensor], n_heads: int, kv_lora_rank: int, scale: float
-) -> Tensor:
-    """Absorbed MLA: every query head reads the one latent that a token left.
-
-    Parameters
-    ----------
-    q : Tensor, [R, n_heads * (kv_lora_rank + rope_head_dim)]
-    kv_views : sequence of R Tensors, [n_r, kv_lora_rank + rope_head_dim]
-
-    Returns
-    -------
-    Tensor, [R, n_heads * kv_lora_rank]
-        In the latent space; W_UV is still to be applied.
-    """
-    out = q.new_empty(q.shape[0], n_heads * kv_lora_rank)
-    for rows, kv in _batches(kv_views):
-        out[rows] = _latent(q[rows], kv, n_heads, kv_lora_rank, scale)
-    return out
-
-
-def decode_rows_threaded(
-    decode: Callable[[Tensor, Sequence[Tensor]], Tensor],
-    q: Tensor,
-    kv_views: Sequence[Tensor],
-    pool: Executor | None = None,
-    threads: int = 1,
-) -> Tensor:
-    """``decode(q, kv_views)`` with the rows split over up to ``threads`` tasks of ``pool``.
-
-    There are fewer where there is little KV. Each task gets neighbouring rows with about the
-    same number of tokens. A row's result does not depend on the split. torch's own threads stay
-    as the caller has set them: 1 is right when ``threads`` is the number of cores.
-    """
-    if kv_views:
-        first = kv_views[0]
-        nbytes = sum(map(len, kv_views)) * first[:1].nbytes
-        threads = min(threads, 1 + nbytes // _THREAD_BYTES)
-    if pool is None or threads <= 1 or len(kv_views) <= 1:
-        return decode(q, kv_views)
-    bounds = _balanced([len(kv) + _ROW_OVERHEAD_TOKENS for kv in kv_views], threads)
-    parts = [
-        pool.submit(_no_grad, decode, q[a:b], kv_views[a:b])
-        for a, b in zip(bounds, bounds[1:], strict=False)
-        if b > a
-    ]
-    return torch.cat([part.result() for part in parts])
-
-
-def _no_grad(
-    decode: Callable[[Tensor, Sequence[Tensor]], Tensor], q: Tensor, kv_views: Sequence[Tensor]
-) -> Tensor:
-    # Gradient mode belongs to a thread: the caller's does not reach the pool.
-    with torch.no_grad():
-        return decode(q, kv_views)
-
-
-def _balanced(costs: Sequence[int], parts: int) -> list[int]:
-    """Bounds of ``parts`` runs of neighbours, cut where the running cost passes each share."""
-    ends = list(accumulate(costs))
-    bounds, i = [0], 0
-    for p in range(1, parts):
-        share = ends[-1] * p / parts
-        while i < len(costs) and ends[i] - costs[i] / 2 <= share:
-            i += 1
-        bounds.append(i)
-    return [*bounds, len(costs)]
 
 
 def _batches(kv_views: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -145,24 +98,24 @@ def _same_form(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _gqa(
-    q: Tensor, kv: Tensor, n_heads: int, n_kv_heads: int, head_dim: int, scale: float
-) -> Tensor:
+def _attend(shape: DecodeShape, q: Tensor, kv: Tensor) -> Tensor:
+    """Rows of equal length: q [rows, n_heads * dk], kv [rows, n, kv_width]."""
     rows = kv.shape[0]
-    k, v = (
-        half.unflatten(-1, (n_kv_heads, head_dim)).transpose(1, 2)
-        for half in kv.split(n_kv_heads * head_dim, dim=-1)
-    )
-    q = q.reshape(rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
-    o = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    return o.reshape(rows, n_heads * head_dim)
-
-
-def _latent(q: Tensor, kv: Tensor, n_heads: int, kv_lora_rank: int, scale: float) -> Tensor:
-    rows = kv.shape[0]
-    kv = kv[:, None]
-    q = q.reshape(rows, 1, n_heads, kv.shape[-1])
-    # The latent is key and value. With the rope key left on the value both have one width,
-    # which the fused CPU kernel asks for; the surplus columns are dropped after it.
-    o = F.scaled_dot_product_attention(q, kv, kv, scale=scale)
-    return o[..., :kv_lora_rank].reshape(rows, n_heads * kv_lora_rank)
+    if shape.latent:
+        # The latent is key and value. With the rope key left on the value both have one width,
+        # which the fused CPU kernel asks for; the surplus columns are dropped after it.
+        k = v = kv[:, None]
+    else:
+        k, v = (
+            half.unflatten(-1, (shape.n_kv_heads, -1)).transpose(1, 2)
+            for half in kv.split([shape.n_kv_heads * d for d in (shape.dk, shape.dv)], dim=-1)
+        )
+    q = q.reshape(rows, k.shape[1], -1, shape.dk)
+    if shape.sinks is None:
+        o = F.scaled_dot_product_attention(q, k, v, scale=shape.scale)
+    else:
+        scores = (q.float() @ k.float().transpose(-1, -2)) * shape.scale
+        sinks = shape.sinks.view(k.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+        o = (weights @ v.float()).to(q.dtype)
+    return o[..., : shape.dv].reshape(rows, shape.n_heads * shape.dv)

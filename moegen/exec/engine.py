@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from moegen.exec.decode_attention import cpu_decode
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
-from moegen.exec.lanes import attention_pool, peak_gpu_memory
+from moegen.exec.lanes import peak_gpu_memory
 from moegen.exec.prepare import Given, Prepared
 from moegen.exec.program import Machinery
 from moegen.exec.prompts import to_sequences
@@ -95,17 +96,19 @@ class Engine:
         self.notes = [*prepared.notes, *weights.notes]
         threads, on_gpu = prepared.threads, prepared.device.type == "cuda"
         if threads is None:
-            # On CUDA one core is left to the threads that issue work; on CPU lanes torch's
-            # own threads do the work.
-            threads = max(1, cores() - 1) if on_gpu else 1
+            # On CUDA one core is left to the threads that issue work; on CPU lanes attention
+            # takes as many threads as torch's products do.
+            threads = max(1, cores() - 1) if on_gpu else torch.get_num_threads()
+        decode = cpu_decode(threads)
+        if decode.note is not None:
+            self.notes.append(decode.note)
         head = weights.head.to(prepared.device) if on_gpu else weights.head
         self.machinery = Machinery(
             family=weights.family,
             weights=weights,
             device=prepared.device,
             head=weights.head_layout.view(head),
-            pool=attention_pool(threads),
-            threads=threads,
+            decode=decode,
         )
 
     @property
@@ -296,7 +299,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop threads and give pinned memory back."""
-        self.machinery.pool.shutdown()
+        self.machinery.decode.close()
         self.weights.close()
 
     def __enter__(self) -> Self:

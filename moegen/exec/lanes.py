@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -357,26 +356,6 @@ def use_torch_threads(n: int) -> None:
     """Let torch use ``n`` threads for what the calling thread does."""
     torch.get_num_threads()  # a thread's first look takes over what is set for all: do it now
     torch.set_num_threads(n)
-
-
-def attention_pool(threads: int) -> ThreadPoolExecutor:
-    """``threads`` workers that use one torch thread each, all of them started."""
-    ready = threading.Barrier(threads + 1)
-
-    def begin() -> None:
-        use_torch_threads(1)
-        ready.wait()
-
-    with own_torch_threads():
-        pool = ThreadPoolExecutor(threads, "moegen-attn")
-        try:
-            for _ in range(threads):
-                pool.submit(begin)
-            ready.wait()
-        except BaseException:
-            ready.abort()  # those that wait for the others would wait for good
-            raise
-    return pool
 
 
 def enter(device: torch.device) -> None:

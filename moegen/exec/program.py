@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from moegen.errors import GraphError
 from moegen.exec.arena import Arena
 from moegen.exec.buffers import Buffers, Capacity
+from moegen.exec.decode_attention import CpuDecode
 from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
 from moegen.exec.kv import KVStore
@@ -45,16 +45,15 @@ class Machinery:
     ----------
     head : mapping of str to Tensor
         Embedding, final norm and output matrix, on the device.
-    threads : int
-        Threads of the CPU's attention.
+    decode : CpuDecode
+        The CPU's attention, with its threads.
     """
 
     family: Family
     weights: HostWeights
     device: torch.device
     head: Mapping[str, Tensor]
-    pool: ThreadPoolExecutor
-    threads: int
+    decode: CpuDecode
     resident_dense: dict[int, Tensor] = field(default_factory=dict)
     resident_experts: dict[int, Tensor] = field(default_factory=dict)
     kept: Residency | None = None

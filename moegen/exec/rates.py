@@ -10,16 +10,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor
-from functools import partial
+from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moegen.exec import attention
-from moegen.exec.lanes import attention_pool, empty_host
+from moegen.exec.attention import DecodeShape
+from moegen.exec.decode_attention import CpuDecode, cpu_decode
+from moegen.exec.lanes import empty_host
 from moegen.exec.pinning import Pins, host_buffer
 from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed, without_grad
 from moegen.exec.transfer import CpuTransfer, Transfer, transfer_for
@@ -106,30 +107,19 @@ def product_curve(
 def cpu_attention(
     bench: Bench,
     dtype: torch.dtype,
-    pool: Executor | None,
-    threads: int,
+    decode: CpuDecode,
     beside: tuple[Lane, Work] | None = None,
 ) -> Found:
     """Decode attention on the CPU lane: KV bytes a second by groups, FLOP/s by latents."""
-    how = f"{threads} threads" if pool else f"torch's {torch.get_num_threads()} thread(s)"
+    how = f"{decode.kind}, {decode.threads} thread(s)"
     if beside:
         how += ", beside products"
-    rows = max(4, threads, min(8 * threads, 128)) if pool else 4
-    attend, nbytes = grouped(rows, dtype, pool, threads)
+    rows = max(4, decode.threads, min(8 * decode.threads, 128))
+    attend, nbytes = grouped(rows, dtype, decode)
     by_bytes = nbytes / bench.seconds(Lane.CPU, attend, beside=beside)
     del attend
-    rows, width = 4 * threads, LATENT + ROPE
-    kv = noise((rows * LATENT_CONTEXT, width), dtype)
-    q, views = noise((rows, LATENT_HEADS * width), dtype), list(kv.split(LATENT_CONTEXT))
-    latent = partial(
-        attention.decode_latent, n_heads=LATENT_HEADS, kv_lora_rank=LATENT, scale=width**-0.5
-    )
-    flops = 2.0 * LATENT_HEADS * (width + LATENT) * len(kv)
-    by_flops = flops / bench.seconds(
-        Lane.CPU,
-        lambda: attention.decode_rows_threaded(latent, q, views, pool, threads),
-        beside=beside,
-    )
+    attend, flops = latent(4 * decode.threads, dtype, decode)
+    by_flops = flops / bench.seconds(Lane.CPU, attend, beside=beside)
     return {
         "cpu_attn_bytes_per_s": (
             by_bytes,
@@ -144,29 +134,34 @@ def cpu_attention(
     }
 
 
-def grouped(
-    rows: int,
-    dtype: torch.dtype,
-    pool: Executor | None = None,
-    threads: int = 1,
-) -> tuple[Work, int]:
+def grouped(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, int]:
     """Decode attention of ``rows`` rows, each time others, and the bytes of their KV."""
+    shape = DecodeShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, False, HEAD_DIM**-0.5)
     sets = -(-32 // rows)  # no cache holds 32 rows
-    kv = noise((sets * rows * CONTEXT, 2 * KV_HEADS * HEAD_DIM), dtype)
-    decode = partial(
-        attention.decode_gqa,
-        n_heads=HEADS,
-        n_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        scale=HEAD_DIM**-0.5,
-    )
-    q = noise((rows, HEADS * HEAD_DIM), dtype)
-    batches = itertools.cycle([list(part.split(CONTEXT)) for part in kv.chunk(sets)])
+    attend = _attention(shape, rows, CONTEXT, sets, dtype, decode)
+    return attend, rows * CONTEXT * shape.kv_width * dtype.itemsize
 
-    def attend() -> None:
-        attention.decode_rows_threaded(decode, q, next(batches), pool, threads)
 
-    return attend, kv.nbytes // sets
+def latent(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, float]:
+    """Absorbed latent attention of ``rows`` rows, and its FLOPs."""
+    width = LATENT + ROPE
+    shape = DecodeShape(LATENT_HEADS, 1, width, LATENT, True, width**-0.5)
+    attend = _attention(shape, rows, LATENT_CONTEXT, 1, dtype, decode)
+    return attend, 2.0 * LATENT_HEADS * (width + LATENT) * rows * LATENT_CONTEXT
+
+
+def _attention(
+    shape: DecodeShape, rows: int, context: int, sets: int, dtype: torch.dtype, decode: CpuDecode
+) -> Work:
+    """Decode attention over ``sets`` sets of rows in turn, ``context`` tokens each."""
+    kv = noise((sets * rows * context, shape.kv_width), dtype)
+    q = noise((rows, shape.n_heads * shape.dk), dtype)
+    new_kv = noise((rows, shape.kv_width), dtype)
+    out = torch.empty(rows, shape.n_heads * shape.dv, dtype=dtype)
+    start = np.arange(rows) * context
+    length = np.full(rows, context)
+    stores = itertools.cycle(kv.chunk(sets))
+    return lambda: decode.attend(shape, q, new_kv, next(stores), start, length, out)
 
 
 def gather(
@@ -185,32 +180,32 @@ def gather(
 
 def host_stream(data: Tensor) -> Found:
     """Bytes of host memory that all cores together read in a second."""
-    with attention_pool(cores()) as pool:
-        read, nbytes = _read(data, pool)
+    with closing(cpu_decode(cores())) as readers:
+        read, nbytes = _read(data, readers)
         spans = []
         for _ in range(24):
             t = time.perf_counter()
             read()
             spans.append(time.perf_counter() - t)
-    how = f"{cores()} threads that sum host memory"
+    how = f"{cores()} threads that read host memory"
     return {"host_bytes_per_s": (nbytes / undisturbed(spans), how)}
 
 
 def host_beside_link(bench: Bench, data: Tensor, up: Work, up_bytes: int) -> Found:
     """Bytes of host memory that all cores read and the link carries in a second, together."""
-    with attention_pool(cores()) as pool:
-        read, nbytes = _read(data, pool)
+    with closing(cpu_decode(cores())) as readers:
+        read, nbytes = _read(data, readers)
         by_cores = nbytes / bench.seconds(Lane.CPU, read, beside=(Lane.BULK, up))
         by_link = up_bytes / bench.seconds(Lane.BULK, up, beside=(Lane.CPU, read))
-    how = f"{cores()} threads that sum host memory, and copies to the GPU meanwhile, together"
+    how = f"{cores()} threads that read host memory, and copies to the GPU meanwhile, together"
     return {"host_bytes_per_s": (by_cores + by_link, how)}
 
 
-def _read(data: Tensor, pool: Executor) -> tuple[Work, int]:
-    """All cores summing a quarter of ``data``, each time another, and its bytes."""
-    pieces = data.view(torch.float32).chunk(4)
-    parts = itertools.cycle([piece.chunk(cores()) for piece in pieces])
-    return lambda: list(pool.map(torch.sum, next(parts))), pieces[0].nbytes
+def _read(data: Tensor, readers: CpuDecode) -> tuple[Work, int]:
+    """All cores reading a quarter of ``data``, each time another, and its bytes."""
+    pieces = data.chunk(4)
+    parts = itertools.cycle(pieces)
+    return lambda: readers.read(next(parts)), pieces[0].nbytes
 
 
 def cpu_lanes(dtype: torch.dtype) -> Found:
@@ -218,7 +213,7 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
     device = torch.device("cpu")
     by = f"torch's {torch.get_num_threads()} thread(s)"
     found: Found = {}
-    with Bench(device) as bench:
+    with Bench(device) as bench, closing(cpu_decode(torch.get_num_threads())) as decode:
         found |= floors(bench)
         products = Products(dtype, device, 768, 1024)
         data = host_buffer(128 << 20)
@@ -228,10 +223,11 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
         curve_tokens = (1, 8, 32, 128, 512)
         found |= product_curve(bench, products, curve_tokens, (Lane.BULK, copy))
         found["cpu_flops"] = found["gpu_flops"]
-        attend, nbytes = grouped(4, dtype)
+        attend, nbytes = grouped(4, dtype, decode)
         found["gpu_bytes_per_s"] = (
             nbytes / bench.seconds(Lane.GPU, attend),
-            f"decode attention on the GPU lane, which reads host memory, {dtype_name(dtype)}, {by}",
+            f"decode attention on the GPU lane, which reads host memory, {dtype_name(dtype)}, "
+            f"{decode.kind}, {decode.threads} thread(s)",
         )
         del attend
         company = (Lane.GPU, products.over(64))
@@ -247,7 +243,7 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
         )
         found |= host_stream(data)
         del data, work
-        found |= cpu_attention(bench, dtype, None, 1, company)
+        found |= cpu_attention(bench, dtype, decode, company)
     return found
 
 
@@ -303,9 +299,8 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
                 f"a gather of KV rows of 128 tokens from {kind} memory",
             )
             del work
-            threads = max(1, cores() - 1)
-            with attention_pool(threads) as pool:
-                found |= cpu_attention(bench, dtype, pool, threads)
+            with closing(cpu_decode(max(1, cores() - 1))) as decode:
+                found |= cpu_attention(bench, dtype, decode)
         host = Products(dtype, torch.device("cpu"), 768, 1024)
         product = host.over(256)
         found["cpu_flops"] = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Executor
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from moegen.errors import InvalidInput
 from moegen.exec.arena import Arena
+from moegen.exec.attention import DecodeShape
 from moegen.exec.families.rope import Rope
 from moegen.exec.primitives import Primitives
 from moegen.exec.primitives.select import primitives_for
@@ -205,13 +205,19 @@ class Family(ABC):
         sums from 0, int32, on the device.
         """
 
-    @abstractmethod
-    def attn_decode(
-        self, q: Tensor, kv: Sequence[Tensor], pool: Executor | None = None, threads: int = 1
-    ) -> Tensor:
-        """Attention of one new token a row: q [R, q_width], kv R x [n_r, kv_width], the new
-        token's included, to [R, out_width]. Rows are split over ``threads`` tasks of ``pool``.
-        """
+    def decode_shape(self, index: int) -> DecodeShape:
+        """Layer ``index``'s attention of one new token a row, for the kernels that do it."""
+        a = self.spec.layers[index].attention
+        latent = a.kind == "mla"
+        return DecodeShape(
+            n_heads=a.n_heads,
+            n_kv_heads=1 if latent else a.n_kv_heads,
+            dk=a.kv_lora_rank + a.rope_head_dim if latent else a.head_dim,
+            dv=a.kv_lora_rank if latent else a.v_head_dim,
+            latent=latent,
+            scale=self.scale,
+            window=a.window,
+        )
 
     @abstractmethod
     def attn_out(self, w: Weights, o: Tensor, phase: Phase, out: Tensor, arena: Arena) -> None:

@@ -8,14 +8,11 @@ latent as it is stored. Prefill decompresses it, which costs fewer operations th
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from moegen.errors import InvalidInput
-from moegen.exec import attention
 from moegen.exec.arena import Arena
 from moegen.exec.families.base import Family, Piece, Shapes, Weights, mlp_pieces
 from moegen.exec.families.rope import Rope, yarn_mscale
@@ -153,17 +150,6 @@ class DeepseekV2(Family):
         q = q.unflatten(-1, (a.n_heads, a.head_dim))
         out = out.unflatten(-1, (a.n_heads, a.v_head_dim))
         self.ops.attend_prefill(q, k, v, lengths, ends, self.scale, out)
-
-    def attn_decode(
-        self, q: Tensor, kv: Sequence[Tensor], pool: Executor | None = None, threads: int = 1
-    ) -> Tensor:
-        decode = partial(
-            attention.decode_latent,
-            n_heads=self.attention.n_heads,
-            kv_lora_rank=self.attention.kv_lora_rank,
-            scale=self.scale,
-        )
-        return attention.decode_rows_threaded(decode, q, kv, pool, threads)
 
     def attn_out(self, w: Weights, o: Tensor, phase: Phase, out: Tensor, arena: Arena) -> None:
         a = self.attention

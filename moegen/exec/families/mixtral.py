@@ -6,13 +6,10 @@ Follows ``modeling_mixtral.py`` of transformers 5.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from moegen.exec import attention
 from moegen.exec.arena import Arena
 from moegen.exec.families.base import Family, Piece, Shapes, Weights
 from moegen.exec.families.rope import Rope
@@ -85,21 +82,6 @@ class Mixtral(Family):
         k, v = kv.unflatten(-1, (2, a.n_kv_heads, a.head_dim)).unbind(1)
         q, out = (t.unflatten(-1, (a.n_heads, a.head_dim)) for t in (q, out))
         self.ops.attend_prefill(q, k, v, lengths, ends, self.scale, out, a.window)
-
-    def attn_decode(
-        self, q: Tensor, kv: Sequence[Tensor], pool: Executor | None = None, threads: int = 1
-    ) -> Tensor:
-        a = self.attention
-        if a.window is not None:
-            kv = [row[-a.window :] for row in kv]
-        decode = partial(
-            attention.decode_gqa,
-            n_heads=a.n_heads,
-            n_kv_heads=a.n_kv_heads,
-            head_dim=a.head_dim,
-            scale=self.scale,
-        )
-        return attention.decode_rows_threaded(decode, q, kv, pool, threads)
 
     def attn_out(self, w: Weights, o: Tensor, phase: Phase, out: Tensor, arena: Arena) -> None:
         self.ops.linear(o, w["o"], out)

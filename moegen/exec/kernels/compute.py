@@ -52,13 +52,16 @@ def pre_attn(p: Program, task: Task, index: int, step: Step) -> None:
 
 
 def attn_cpu(p: Program, task: Task, index: int, step: Step) -> None:
-    n, store = step.cpu.rows, p.store.layers[task.id.layer]
-    store.index_copy_(0, step.kv_index[:n], p.buffers.host_new_kv[:n])
-    starts, lengths = step.start[:n].tolist(), step.length[:n].tolist()
-    views = [store[a : a + m] for a, m in zip(starts, lengths, strict=True)]
-    m = p.machinery
-    out = p.family.attn_decode(p.buffers.host_q[:n], views, m.pool, m.threads)
-    p.buffers.host_attn[:n].copy_(out)
+    n, layer, b = step.cpu.rows, task.id.layer, p.buffers
+    p.machinery.decode.attend(
+        p.family.decode_shape(layer),
+        b.host_q[:n],
+        b.host_new_kv[:n],
+        p.store.layers[layer],
+        step.start[:n],
+        step.length[:n],
+        b.host_attn[:n],
+    )
 
 
 def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
@@ -66,34 +69,33 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
     slot = p.buffers.kv[p.slot("kv", task, index)]
     rows = slice(span.r0, span.r1)
     _, past, starts = p.history(task, step, index)
-    q = p.buffers.q[staged, rows]
+    new_kv, q = p.buffers.new_kv[staged, rows], p.buffers.q[staged, rows]
     out = p.buffers.attn_out[p.slot("attn_out", task, index), rows]
+    shape = p.family.decode_shape(task.id.layer)
     with p.arena.frame():
-        at, lengths = (p.arena.take(span.rows, dtype=torch.int64) for _ in range(2))
-        slot.index_copy_(0, torch.add(starts, past, out=at), p.buffers.new_kv[staged, rows])
+        at, length = (p.arena.take(span.rows, dtype=torch.int64) for _ in range(2))
+        torch.add(past, 1, out=length)
         if p.machinery.device.type == "cuda":
             from moegen.exec.kernels.triton_attention import decode_attention
 
-            a = p.model.layers[task.id.layer].attention
-            latent = a.kind == "mla"
+            slot.index_copy_(0, torch.add(starts, past, out=at), new_kv)
             decode_attention(
                 q,
                 slot,
                 starts,
-                torch.add(past, 1, out=lengths),
+                length,
                 out,
                 p.arena,
-                n_heads=a.n_heads,
-                n_kv_heads=a.n_kv_heads,
-                dk=a.kv_lora_rank + a.rope_head_dim if latent else a.head_dim,
-                dv=a.kv_lora_rank if latent else a.v_head_dim,
-                scale=p.family.scale,
-                latent=latent,
+                n_heads=shape.n_heads,
+                n_kv_heads=shape.n_kv_heads,
+                dk=shape.dk,
+                dv=shape.dv,
+                scale=shape.scale,
+                latent=shape.latent,
                 max_length=span.max_length,
             )
             return
-    bounds = zip(starts.tolist(), past.tolist(), strict=True)
-    out.copy_(p.family.attn_decode(q, [slot[at : at + n + 1] for at, n in bounds]))
+        p.machinery.decode.attend(shape, q, new_kv, slot, starts.numpy(), length.numpy(), out)
 
 
 def attn_prefill(p: Program, task: Task, index: int, step: Step) -> None:

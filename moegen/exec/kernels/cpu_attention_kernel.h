@@ -1,0 +1,491 @@
+// The decode attention of one unit: a row's query over a stretch of that row's tokens.
+//
+// Included once a variant, within a namespace of its own and under its target, with
+//   LANES   floats in a vector
+//   LOAD_HALVES(p)  LANES float16 numbers at p as float32, where the target can
+//   IN_REGISTER(v)  keeps a vector that is used several times from being loaded each time
+// Four query heads of a group and TILE_TOKENS tokens are taken together, so that what is read
+// of K and of q is used several times while it is in registers. Scores lie [token][4 heads]:
+// the maximum, the exponential and the sum over tokens are then plain vector operations.
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+#define INLINE static inline __attribute__((always_inline))
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define UNROLL _Pragma("unroll")
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+constexpr int W = LANES;
+constexpr int TILE_TOKENS = LANES == 16 ? 4 : 2;
+constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 2;
+constexpr int BLOCK = 32;  // tokens, between two looks at the maximum
+
+INLINE int64_t padded(int64_t n) { return (n + 2 * W - 1) / (2 * W) * (2 * W); }
+INLINE vf all(float x) { return x - vf{}; }
+INLINE vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
+INLINE void keep(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+
+// 2 W numbers at p as float32. Of bfloat16 the first vector gets the even and the second the
+// odd ones, which takes an instruction each: sums over a head do not mind, and `store` undoes it.
+INLINE void load(const float* p, vf& a, vf& b) {
+  a = load(p);
+  b = load(p + W);
+}
+INLINE void load(const bf16* p, vf& a, vf& b) {
+  vu both;
+  std::memcpy(&both, p, sizeof both);
+  a = (vf)(both << 16);
+  b = (vf)(both & 0xffff0000);
+}
+INLINE vf load_halves(const f16* p) {
+#ifdef LOAD_HALVES
+  return (vf)LOAD_HALVES(p);
+#else
+  vh half;
+  std::memcpy(&half, p, sizeof half);
+  const vu bits = __builtin_convertvector(half, vu);
+  // The exponent is rebased by a product, which makes subnormal numbers right too.
+  const vf rebased = (vf)((bits & 0x7fff) << 13) * all(0x1p112f);
+  const vu special = (vu)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+  return (vf)((vu)rebased | special | (bits & 0x8000) << 16);
+#endif
+}
+INLINE void load(const f16* p, vf& a, vf& b) {
+  a = load_halves(p);
+  b = load_halves(p + W);
+}
+
+INLINE float number(float x) { return x; }
+INLINE float number(bf16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+INLINE float number(f16 x) {
+  const uint32_t magnitude = uint32_t(x.bits & 0x7fff) << 13;
+  float y;
+  std::memcpy(&y, &magnitude, 4);
+  y *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &y, 4);
+  bits |= ((x.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u) | uint32_t(x.bits & 0x8000) << 16;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+INLINE void rounded(float x, float* to) { *to = x; }
+INLINE void rounded(float x, bf16* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t even = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  to->bits = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : even;
+}
+INLINE void rounded(float x, f16* to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  // Below 2**-14 float16 numbers are 2**-24 apart, as float32 numbers above 0.5 are 2**-24
+  // apart: adding 0.5 rounds to them.
+  float small;
+  std::memcpy(&small, &magnitude, 4);
+  small += 0.5f;
+  uint32_t tiny;
+  std::memcpy(&tiny, &small, 4);
+  const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  uint32_t half = magnitude < 113u << 23 ? tiny - 0x3f000000u : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  to->bits = half | sign;
+}
+
+// The inverse of `load`, rounding to nearest even.
+INLINE void store(float* p, vf a, vf b) {
+  keep(p, a);
+  keep(p + W, b);
+}
+INLINE vu rounded_up(vf x) {
+  const vu bits = (vu)x, even = bits + (0x7fff + (bits >> 16 & 1));
+  const vu nan = (vu)((bits & 0x7fffffff) > 0x7f800000);
+  return (nan & (bits | 0x400000)) | (~nan & even);
+}
+INLINE void store(bf16* p, vf a, vf b) {
+  const vu both = rounded_up(a) >> 16 | (rounded_up(b) & 0xffff0000);
+  std::memcpy(p, &both, sizeof both);
+}
+INLINE void store(f16* p, vf a, vf b) {
+  float x[2 * W];
+  keep(x, a);
+  keep(x + W, b);
+  for (int i = 0; i < 2 * W; ++i) rounded(x[i], p + i);
+}
+
+// 2**x for x <= 0; 0 below -126.5; NaN of NaN. Relative error below 1e-7.
+INLINE vf exp2_of(vf x) {
+  const vf magic = all(12582912.0f);  // 1.5 * 2**23: adding it rounds to whole numbers
+  x = x < all(-127.0f) ? all(-127.0f) : x;
+  const vf t = x + magic;
+  const vf f = x - (t - magic);
+  vf p = all(0.00015345810970757157f);
+  p = p * f + all(0.0013399930903688073f);
+  p = p * f + all(0.009618489071726799f);
+  p = p * f + all(0.05550328642129898f);
+  p = p * f + all(0.24022646248340607f);
+  p = p * f + all(0.6931471824645996f);
+  p = p * f + all(1.0f);
+  return p * (vf)(((vi)t - (0x4b400000 - 127)) << 23);
+}
+INLINE float exp2_of(float x) { return exp2_of(all(x))[0]; }
+
+// Sums of 4 vectors, four lanes at a time: in each 128 bits the sums of a, b, c and d there.
+INLINE vf quads(vf a, vf b, vf c, vf d) {
+#if LANES == 16
+#define LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define LOW2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#elif LANES == 8
+#define LOW 0, 8, 1, 9, 4, 12, 5, 13
+#define HIGH 2, 10, 3, 11, 6, 14, 7, 15
+#define LOW2 0, 1, 8, 9, 4, 5, 12, 13
+#define HIGH2 2, 3, 10, 11, 6, 7, 14, 15
+#else
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#define LOW2 0, 1, 4, 5
+#define HIGH2 2, 3, 6, 7
+#endif
+  const vf ab = SHUFFLE(a, b, LOW) + SHUFFLE(a, b, HIGH);
+  const vf cd = SHUFFLE(c, d, LOW) + SHUFFLE(c, d, HIGH);
+  return SHUFFLE(ab, cd, LOW2) + SHUFFLE(ab, cd, HIGH2);
+#undef LOW
+#undef HIGH
+#undef LOW2
+#undef HIGH2
+}
+
+// Scores of H heads (q [4][dk], what is beyond H unread) and the tokens at k, to s [tokens][4].
+template <int H, class E>
+INLINE void scores(const float* q, int64_t dk, const E* const* k, float* s) {
+  constexpr int T = TILE_TOKENS;
+  vf sum[4][T] = {};
+  for (int64_t d = 0; d < dk; d += 2 * W) {
+    vf key[2][T];
+    UNROLL for (int t = 0; t < T; ++t) load(k[t] + d, key[0][t], key[1][t]);
+    UNROLL for (int half = 0; half < 2; ++half) {
+      UNROLL for (int h = 0; h < H; ++h) {
+        vf query = load(q + h * dk + d + half * W);
+        IN_REGISTER(query);
+        UNROLL for (int t = 0; t < T; ++t) sum[h][t] += query * key[half][t];
+      }
+    }
+  }
+  vf r[T];
+  UNROLL for (int t = 0; t < T; ++t) r[t] = quads(sum[0][t], sum[1][t], sum[2][t], sum[3][t]);
+#if LANES == 16
+#define FIRST 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define SECOND 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define EVEN 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+  const vf x = SHUFFLE(r[0], r[1], FIRST) + SHUFFLE(r[0], r[1], SECOND);
+  const vf y = SHUFFLE(r[2], r[3], FIRST) + SHUFFLE(r[2], r[3], SECOND);
+  keep(s, SHUFFLE(x, y, EVEN) + SHUFFLE(x, y, ODD));
+#undef FIRST
+#undef SECOND
+#undef EVEN
+#undef ODD
+#elif LANES == 8
+  keep(s, SHUFFLE(r[0], r[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+              SHUFFLE(r[0], r[1], 4, 5, 6, 7, 12, 13, 14, 15));
+#else
+  UNROLL for (int t = 0; t < T; ++t) keep(s + 4 * t, r[t]);
+#endif
+}
+
+// o [4][dv] += p [n][4] times the n values at v, N vectors of columns from d on.
+template <int H, int N, class E>
+INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float* o, int64_t dv,
+                       Ahead& ahead) {
+  vf sum[H][N];
+  UNROLL for (int h = 0; h < H; ++h) {
+    UNROLL for (int i = 0; i < N; ++i) sum[h][i] = load(o + h * dv + i * W);
+  }
+  for (int t = 0; t < n; ++t) {
+    if (t % 4 == 0) ahead.step();
+    vf value[N];
+    UNROLL for (int i = 0; i < N; i += 2) {
+      load(v + t * stride + i * W, value[i], value[i + 1]);
+    }
+    UNROLL for (int h = 0; h < H; ++h) {
+      const vf weight = all(p[4 * t + h]);
+      UNROLL for (int i = 0; i < N; ++i) sum[h][i] += weight * value[i];
+    }
+  }
+  UNROLL for (int h = 0; h < H; ++h) {
+    UNROLL for (int i = 0; i < N; ++i) keep(o + h * dv + i * W, sum[h][i]);
+  }
+}
+
+// The state of up to four query heads that share a key: maximum, sum, weighted values.
+struct Heads {
+  float* q;      // [4][dk], scaled by log2(e) too: scores are exponents of 2
+  float* o;      // [4][dv]
+  float max[4];
+  float sum[W];  // by lane; head h in lanes h, h + 4, ...
+};
+
+// The next n <= BLOCK tokens: keys at k, values at v, both with their strides.
+template <int H, class E>
+INLINE void attend(Heads& state, int64_t dk, int64_t dv, const E* k, int64_t k_stride, const E* v,
+                   int64_t v_stride, int n, Ahead& ahead) {
+  alignas(64) float s[4 * (BLOCK + TILE_TOKENS)];
+  for (int t = 0; t < n; t += TILE_TOKENS) {
+    // Beyond the end the last token stands in: what lies there is no one's.
+    const E* at[TILE_TOKENS];
+    UNROLL for (int i = 0; i < TILE_TOKENS; ++i) {
+      at[i] = k + (t + i < n ? t + i : n - 1) * k_stride;
+    }
+    scores<H>(state.q, dk, at, s + 4 * t);
+    ahead.step();
+  }
+  const int end = (4 * n + W - 1) / W * W;
+  for (int i = 4 * n; i < end; ++i) s[i] = -__builtin_inff();
+  vf top = load(s);
+  for (int i = W; i < end; i += W) {
+    const vf x = load(s + i);
+    top = x > top ? x : top;
+  }
+  float most[W];
+  keep(most, top);
+  for (int i = 4; i < W; ++i) most[i % 4] = most[i] > most[i % 4] ? most[i] : most[i % 4];
+  bool grows = false;
+  for (int h = 0; h < H; ++h) grows |= most[h] > state.max[h];
+  if (grows) {
+    float less[W];
+    for (int i = 0; i < W; ++i) {
+      const float old = state.max[i % 4], now = most[i % 4];
+      less[i] = now > old ? old - now : 0.0f;
+    }
+    keep(less, exp2_of(load(less)));
+    keep(state.sum, load(state.sum) * load(less));
+    for (int h = 0; h < H; ++h) {
+      if (!(most[h] > state.max[h])) continue;
+      const vf by = all(less[h]);
+      for (int64_t d = 0; d < dv; d += W) keep(state.o + h * dv + d, load(state.o + h * dv + d) * by);
+      state.max[h] = most[h];
+    }
+  }
+  float level[W];
+  for (int i = 0; i < W; ++i) level[i] = state.max[i % 4];
+  const vf shift = load(level);
+  vf sum = load(state.sum);
+  for (int i = 0; i < end; i += W) {
+    const vf p = exp2_of(load(s + i) - shift);
+    sum += p;
+    keep(s + i, p);
+  }
+  keep(state.sum, sum);
+  int64_t d = 0;
+  for (; d + VALUE_VECTORS * W <= dv; d += VALUE_VECTORS * W) {
+    add_values<H, VALUE_VECTORS>(s, v + d, v_stride, n, state.o + d, dv, ahead);
+  }
+  for (; d < dv; d += 2 * W) add_values<H, 2>(s, v + d, v_stride, n, state.o + d, dv, ahead);
+}
+
+template <class E>
+__attribute__((noinline)) void attend_heads(int h, Heads& state, int64_t dk, int64_t dv,
+                                            const E* k, int64_t k_stride, const E* v,
+                                            int64_t v_stride, int n, Ahead& ahead) {
+  if (h > 1) attend<4>(state, dk, dv, k, k_stride, v, v_stride, n, ahead);
+  else attend<1>(state, dk, dv, k, k_stride, v, v_stride, n, ahead);
+}
+
+// Whether heads fill vectors: then numbers lie in scratch as `load` leaves them, else in order.
+INLINE bool fills(const Job& job) { return job.dk % (2 * W) == 0 && job.dv % (2 * W) == 0; }
+
+// n numbers times `by`, as float32, zeros behind them up to whole vectors.
+template <class E>
+INLINE void widen(bool fill, const E* from, int64_t n, float by, float* to) {
+  if (fill) {
+    for (int64_t i = 0; i < n; i += 2 * W) {
+      vf a, b;
+      load(from + i, a, b);
+      store(to + i, a * all(by), b * all(by));
+    }
+    return;
+  }
+  for (int64_t i = 0; i < n; ++i) to[i] = number(from[i]) * by;
+  for (int64_t i = n, end = padded(n); i < end; ++i) to[i] = 0.0f;
+}
+
+// What a head's maximum, sum and weighted values come to.
+template <class E>
+INLINE void finish(const Job& job, int head, float max, float sum, const float* o, E* to) {
+  float by = 1.0f;
+  if (job.sinks) {
+    const float sink = job.sinks[head] * 1.44269504088896341f;
+    const float top = sink > max ? sink : max;
+    by = exp2_of(max - top);
+    sum = sum * by + exp2_of(sink - top);
+  }
+  by /= sum;
+  if (fills(job)) {
+    for (int i = 0; i < job.dv; i += 2 * W) {
+      store(to + i, load(o + i) * all(by), load(o + i + W) * all(by));
+    }
+  } else {
+    for (int i = 0; i < job.dv; ++i) rounded(o[i] * by, to + i);
+  }
+}
+
+template <class E>
+void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
+  const int group = job.n_heads / job.n_kv, tiles = (group + 3) / 4, n_tiles = tiles * job.n_kv;
+  const int64_t dk = padded(job.dk), dv = padded(job.dv), width = job.width;
+  // Keys that many heads read, or that do not fill vectors, are made float32 once a block.
+  const bool fill = fills(job);
+  const bool direct = fill && (sizeof(E) == 4 || tiles == 1);
+  const int64_t values = job.latent ? 0 : dv;
+  const int64_t heads_size = (int64_t(sizeof(Heads)) + 63) / 64 * 16;
+  float* at = space.take(n_tiles * (heads_size + 4 * (dk + dv)) + BLOCK * (dk + values));
+  auto heads = [=](int i) { return reinterpret_cast<Heads*>(at + i * heads_size); };
+  float* qs = at + n_tiles * heads_size;
+  float* os = qs + n_tiles * 4 * dk;
+  float* wide_k = os + n_tiles * 4 * dv;
+  float* wide_v = job.latent ? wide_k : wide_k + BLOCK * dk;
+
+  E* store = static_cast<E*>(job.store);
+  if (u.last) {
+    const E* fresh = static_cast<const E*>(job.new_kv) + u.row * job.new_stride;
+    std::memcpy(store + (u.hi - 1) * width, fresh, width * sizeof(E));
+  }
+  const E* q = static_cast<const E*>(job.q) + u.row * job.q_stride;
+  const float scale = job.scale * 1.44269504088896341f;
+  std::memset(os, 0, n_tiles * 4 * dv * sizeof(float));
+  for (int i = 0; i < n_tiles; ++i) {
+    Heads& state = *heads(i);
+    state.q = qs + i * 4 * dk;
+    state.o = os + i * 4 * dv;
+    const int first = i % tiles * 4, n = group - first < 4 ? group - first : 4;
+    for (int h = 0; h < 4; ++h) {
+      state.max[h] = -__builtin_inff();
+      float* to = state.q + h * dk;
+      if (h < n) widen(fill, q + (i / tiles * group + first + h) * job.dk, job.dk, scale, to);
+      else std::memset(to, 0, dk * sizeof(float));
+    }
+    std::memset(state.sum, 0, sizeof state.sum);
+  }
+
+  const int block = direct || job.dk <= 256 ? BLOCK : BLOCK / 2;
+  const int64_t token_bytes = width * sizeof(E);
+  const int64_t columns = (dv / W + VALUE_VECTORS - 1) / VALUE_VECTORS;
+  Ahead ahead;
+  for (int64_t t = u.lo; t < u.hi; t += block) {
+    const int n = static_cast<int>(u.hi - t < block ? u.hi - t : block);
+    const int64_t steps = n_tiles * ((n + TILE_TOKENS - 1) / TILE_TOKENS + columns * ((n + 3) / 4));
+    const int64_t then = t + n;
+    if (then < u.hi) {
+      const int64_t more = u.hi - then < block ? u.hi - then : block;
+      ahead.span(store + then * width, more * token_bytes, steps);
+    } else if (const Unit* after = next()) {
+      const int64_t more = after->hi - after->lo < block ? after->hi - after->lo : block;
+      ahead.span(store + after->lo * width, more * token_bytes, steps);
+    } else {
+      ahead = Ahead();
+    }
+    const E* token = store + t * width;
+    for (int j = 0; j < job.n_kv; ++j) {
+      const E* k = token + int64_t(j) * job.dk;
+      const E* v = job.latent ? k : token + int64_t(job.n_kv) * job.dk + int64_t(j) * job.dv;
+      if (!direct) {
+        for (int i = 0; i < n; ++i) {
+          widen(fill, k + i * width, job.dk, 1.0f, wide_k + i * dk);
+          if (!job.latent) widen(fill, v + i * width, job.dv, 1.0f, wide_v + i * dv);
+        }
+      }
+      for (int i = 0; i < tiles; ++i) {
+        const int h = group - 4 * i;
+        Heads& state = *heads(j * tiles + i);
+        if (direct) attend_heads(h, state, dk, dv, k, width, v, width, n, ahead);
+        else {
+          attend_heads<float>(h, state, dk, dv, wide_k, dk, wide_v, job.latent ? dk : dv, n, ahead);
+        }
+      }
+    }
+  }
+
+  float* partial = u.partial < 0 ? nullptr : job.partials + u.partial * job.partial_size;
+  E* out = static_cast<E*>(job.out) + u.row * job.out_stride;
+  for (int head = 0; head < job.n_heads; ++head) {
+    const int in_group = head % group;
+    const Heads& state = *heads(head / group * tiles + in_group / 4);
+    const int h = in_group % 4;
+    float sum = 0.0f;
+    for (int i = h; i < W; i += 4) sum += state.sum[i];
+    const float* o = state.o + h * dv;
+    if (!partial) {
+      finish(job, head, state.max[h], sum, o, out + int64_t(head) * job.dv);
+    } else {
+      partial[2 * head] = state.max[h];
+      partial[2 * head + 1] = sum;
+      std::memcpy(partial + 2 * job.n_heads + int64_t(head) * job.dv, o, job.dv * sizeof(float));
+    }
+  }
+}
+
+// The partial results of one row's units, in the order of their tokens, to its output.
+template <class E>
+void merge(const Job& job, const Unit* units, int n) {
+  std::vector<float> total(job.dv);
+  E* out = static_cast<E*>(job.out) + units[0].row * job.out_stride;
+  const float* first = job.partials + units[0].partial * job.partial_size;
+  for (int head = 0; head < job.n_heads; ++head) {
+    float max = -__builtin_inff(), sum = 0.0f;
+    for (int i = 0; i < n; ++i) {
+      const float x = first[i * job.partial_size + 2 * head];
+      max = x > max ? x : max;
+    }
+    std::fill(total.begin(), total.end(), 0.0f);
+    for (int i = 0; i < n; ++i) {
+      const float* part = first + i * job.partial_size;
+      const float by = exp2_of(part[2 * head] - max);
+      const float* o = part + 2 * job.n_heads + int64_t(head) * job.dv;
+      sum += part[2 * head + 1] * by;
+      for (int d = 0; d < job.dv; ++d) total[d] += o[d] * by;
+    }
+    finish(job, head, max, sum, total.data(), out + int64_t(head) * job.dv);
+  }
+}
+
+// Reads memory as fast as vectors can; what it gives only keeps the reads from being left out.
+uint64_t read(const char* p, int64_t nbytes) {
+  vi sum[8] = {};
+  int64_t i = 0;
+  for (; i + int64_t(sizeof sum) <= nbytes; i += sizeof sum) {
+    UNROLL for (int j = 0; j < 8; ++j) {
+      vi x;
+      std::memcpy(&x, p + i + j * sizeof x, sizeof x);
+      sum[j] ^= x;
+    }
+  }
+  uint64_t check = 0;
+  for (; i < nbytes; ++i) check += static_cast<unsigned char>(p[i]);
+  for (int j = 0; j < 8; ++j) {
+    for (int w = 0; w < W; ++w) check += static_cast<uint32_t>(sum[j][w]);
+  }
+  return check;
+}
+
+const Variant variant = {
+    VARIANT_NAME, {unit<float>, unit<bf16>, unit<f16>}, {merge<float>, merge<bf16>, merge<f16>}, read};
+
+#undef INLINE
+#undef SHUFFLE
+#undef UNROLL
