@@ -107,8 +107,8 @@ def test_cpu_attention(run):
     for p in d["errors"]:
         assert p["appended"]
         assert p["within"] == (p["beyond_rounding"] < 1e-5)
-        if p["dtype"] == "float32":
-            assert p["max_abs"] < 1e-5
+        # torch rounds probabilities to the dtype, the compiled kernel only its output.
+        assert p["within"] or (p["kind"] == "torch" and p["dtype"] != "float32")
     for p in (*d["by_threads"], *d["mixed"]):
         assert p["share_of_read"] == pytest.approx(p["kv_bytes_per_s"] / p["read_bytes_per_s"])
     assert "Absorbed latent" in run.report
