@@ -297,13 +297,13 @@ def test_planned_pinned_bytes_are_those_that_a_run_asks_for(run, monkeypatch):
     from moegen.graph.workload import Workload
 
     asked = []
-    empty_host = buffers.empty_host
+    host_buffer = buffers.host_buffer
 
-    def counted(*shape, **kind):
-        asked.append(empty_host(*shape, **kind))
+    def counted(nbytes):
+        asked.append(host_buffer(nbytes))
         return asked[-1]
 
-    monkeypatch.setattr(buffers, "empty_host", counted)
+    monkeypatch.setattr(buffers, "host_buffer", counted)
     args = Namespace(device="cpu", model="tiny", layers=2, gpu_memory=2**24, host_memory=None)
     model, _ = model_of(args)
     s = Strategy(B=6, b_a=2, b_e=8, omega=0.5)
@@ -312,4 +312,4 @@ def test_planned_pinned_bytes_are_those_that_a_run_asks_for(run, monkeypatch):
         ledger = memory(model, engine.prepared.capacities, s, Workload.uniform(6, 9, 1))
         kv = 6 * 10 * model.kv_bytes_per_token
         taken = engine.weights.nbytes + kv + sum(t.nbytes for t in asked)
-        assert planned_pinned(ledger, s, model, kv) == taken
+        assert planned_pinned(ledger, kv) == taken

@@ -181,7 +181,7 @@ def measure(
         "utilization": lane_shares(tl),
         "median_task_s": median_task_s(tl),
         "kv_bytes": kv_bytes,
-        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, s, engine.model, kv_bytes)),
+        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, kv_bytes)),
     }
     out.add(result)
     say(

@@ -29,6 +29,9 @@ BLOCK_ALIGN_BYTES = 256
 # Families whose router is kept and computed in float32 whatever the model's dtype.
 FLOAT32_ROUTER = frozenset({"deepseek_v2"})
 
+# What lanes stage in host memory, by the pieces' names; the row table is made up there.
+HOST_STAGED = ("rows", "host_q", "host_new_kv", "host_attn", "host_counts", "host_tokens")
+
 Kind = Literal["activation", "int64", "byte"]
 
 
@@ -226,6 +229,14 @@ class BufferSizes:
             * BLOCK_ALIGN_BYTES
             for piece in self.pieces.values()
             if not piece.ring.startswith("host_")
+        )
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one block with what lanes stage in host memory, each tensor aligned."""
+        return sum(
+            -(-self._piece_bytes(self.pieces[name]) // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
+            for name in HOST_STAGED
         )
 
     def slots(self, ring: str) -> int:
