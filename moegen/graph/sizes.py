@@ -194,6 +194,7 @@ class BufferSizes:
 
     def __init__(self, model: ModelSpec, s: Strategy, phase: Phase, capacity: Capacity) -> None:
         self.model, self.strategy, self.phase, self.capacity = model, s, phase, capacity
+        self._slots = ring_slots(model, s) | {"qkv": 2}
         attention = [layer.attention for layer in model.layers]
         self.q = q = max(a.q_width(phase) for a in attention)
         self.kv = kv = max(a.kv_width for a in attention)
@@ -241,8 +242,7 @@ class BufferSizes:
 
     def slots(self, ring: str) -> int:
         """Slots of a ring, as the strategy asks for them; a step may use fewer."""
-        wanted = ring_slots(self.model, self.strategy) | {"qkv": 2}
-        return wanted.get(ring, 1)
+        return self._slots.get(ring, 1)
 
     def slot_bytes(self, ring: str) -> int:
         """Bytes of one slot of a ring."""
