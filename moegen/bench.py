@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from moegen.errors import InvalidInput
 from moegen.graph.build import build
+from moegen.graph.checks import MOST, whole
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
-from moegen.graph.sound import GPU_SHARE
+from moegen.graph.sound import GPU_SHARE, sound_prefill
 from moegen.graph.strategy import Plan, Strategy
 from moegen.graph.task import Lane, TaskGraph
+from moegen.graph.waves import deal, room
 from moegen.graph.workload import Workload
 from moegen.sim.bounds import Bound, bound
 from moegen.sim.cost import CostModel
@@ -33,6 +39,9 @@ _RESOURCES: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("host memory", "B", "host_bytes_per_s", ("host_bytes", "h2d_bytes", "d2h_bytes")),
 )
 _LANES = {"GPU arithmetic": Lane.GPU, "GPU memory": Lane.GPU, "CPU attention": Lane.CPU}
+
+# Prompts of mixed lengths are drawn for up to so many waves: dealing them out is for many.
+MIXED_WAVES = 8
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,13 @@ class Phase:
 
 
 def bench(
-    engine: Engine, plan: Plan, prompt_len: int, gen_len: int, steps: int = 6
+    engine: Engine,
+    plan: Plan,
+    prompt_len: int,
+    gen_len: int,
+    steps: int = 6,
+    *,
+    mixed: tuple[int, int] | None = None,
 ) -> dict[str, Phase]:
     """Execute a prefill wave and a decode step of ``plan`` on rows of one length.
 
@@ -128,27 +143,83 @@ def bench(
         Decode is measured halfway through the answers.
     steps : int
         How often each is executed; see ``Timeline.counted_steps`` for those that count.
+    mixed : (int, int), optional
+        Shortest and longest of prompts of many lengths, of whose waves the first is measured
+        too: see `mixed_wave`.
 
     Returns
     -------
     dict
-        ``"prefill"`` and ``"decode"``.
+        ``"prefill"`` and ``"decode"``, and ``"mixed prefill"`` if asked for.
+
+    Raises
+    ------
+    Infeasible
+        If a wave of mixed prompts does not fit the GPU.
     """
     model, hw = engine.model, engine.hardware
-    wave = build(model, plan.prefill, "prefill", prompt_len=prompt_len)
-    step = build(model, plan.decode, "decode", kv_len=prompt_len + gen_len // 2)
-    return {
-        "prefill": _measure(engine, wave, plan.prefill.B * prompt_len, hw, steps),
-        "decode": _measure(engine, step, plan.decode.B, hw, steps),
-    }
+    graphs = {"prefill": build(model, plan.prefill, "prefill", prompt_len=prompt_len)}
+    if mixed is not None:
+        graphs["mixed prefill"] = mixed_wave(model, hw, plan, prompt_len, mixed)
+    graphs["decode"] = build(model, plan.decode, "decode", kv_len=prompt_len + gen_len // 2)
+    return {name: _measure(engine, graph, hw, steps) for name, graph in graphs.items()}
 
 
-def _measure(engine: Engine, graph: TaskGraph, tokens: int, hw: HardwareSpec, steps: int) -> Phase:
+def mixed_wave(
+    model: ModelSpec, hw: HardwareSpec, plan: Plan, prompt_len: int, mixed: tuple[int, int]
+) -> TaskGraph:
+    """A wave of a job of prompts of many lengths that has as many tokens as one of one length.
+
+    As many prompts go together as hold the tokens of the plan's waves of ``prompt_len``, of up
+    to ``MIXED_WAVES`` of them. They are dealt out as in any job, by the sound choice for them.
+
+    Parameters
+    ----------
+    mixed : (int, int)
+        Shortest and longest; see `mixed_prompts`.
+    """
+    waves = min(MIXED_WAVES, -(-plan.decode.B // plan.prefill.B))
+    prompts = mixed_prompts(*mixed, tokens=waves * plan.prefill.B * prompt_len)
+    work = Workload.from_lengths(prompts, [1] * len(prompts), name="mixed")
+    s = sound_prefill(model, hw, work, plan.decode.with_(B=work.n))
+    as_many = s.with_(B=-(-work.n // waves))
+    ledger = memory(model, _with_headroom(hw), as_many, work, phase="prefill", batch=work.n)
+    if ledger.gpu.fits:
+        s = as_many
+    dealt = deal(prompts, room(s, work, work.n))
+    wave = dealt.lengths(prompts)[0].tolist()
+    return build(model, s.with_(b_a=dealt.part_rows), "prefill", lengths=wave)
+
+
+def mixed_prompts(shortest: int, longest: int, tokens: int, seed: int = 0) -> list[int]:
+    """Lengths whose logarithms are spread evenly, at random, and that make ``tokens`` together.
+
+    The last takes what is left, and may be shorter.
+
+    Raises
+    ------
+    InvalidInput
+        Unless 1 <= shortest <= longest.
+    """
+    shortest = whole(shortest, "the shortest prompt", at_least=1, at_most=MOST)
+    longest = whole(longest, "the longest prompt", at_least=1, at_most=MOST)
+    if shortest > longest:
+        raise InvalidInput(f"the shortest prompt has {shortest} tokens and the longest {longest}")
+    random, prompts, left = np.random.default_rng(seed), [], tokens
+    while left:
+        length = math.exp(random.uniform(math.log(shortest), math.log(longest)))
+        prompts.append(min(left, max(shortest, min(longest, round(length)))))
+        left -= prompts[-1]
+    return prompts
+
+
+def _measure(engine: Engine, graph: TaskGraph, hw: HardwareSpec, steps: int) -> Phase:
+    assert graph.shape is not None
     cost = CostModel.roofline(hw)
     measured = engine.execute(graph, steps=steps)
     return Phase(
         graph,
-        tokens,
+        graph.shape.tokens,
         measured,
         predicted=simulate(graph, cost, steps=min(steps, 4)),
         bound=bound(graph, cost),
@@ -212,9 +283,13 @@ def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Pla
     fixed = {} if isinstance(fixed, str) else dict(fixed)
     if "s_params" in fixed:
         return plan
-    hw = prepared.capacities
-    hw = replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)
+    hw = _with_headroom(prepared.capacities)
     spare = memory(part, hw, plan.decode.with_(s_params=0), work).gpu.free_bytes
     here, all_ = (m.weight_bytes - m.head_bytes for m in (part, whole))
     kept = max(0, min(spare, all_)) * here // all_
     return prepared.with_plan(fixed | {"s_params": kept}).resolve(work).plan
+
+
+def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
+    """With as much of the GPU's memory as the sound choice takes."""
+    return replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)

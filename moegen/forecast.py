@@ -97,7 +97,7 @@ def forecast(
     """
     plan = sound_plan(model, hw, work, fixed)
     decode = memory(model, hw, plan.decode, work).require()
-    prefill = memory(model, hw, plan.prefill, work, phase="prefill").require()
+    prefill = memory(model, hw, plan.prefill, work, phase="prefill", batch=plan.decode.B).require()
     cost = CostModel.roofline(hw)
     prompts, answers = (lens.tolist() for lens in work.lengths)
     return Forecast(

@@ -91,28 +91,6 @@ def test_scores_of_half_precision_rows_stay_float32(kind):
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize(
-    "lengths", [[1], [5], [33], [4, 4, 4, 1, 9, 9], [7, 3, 7], [2, 0, 5], [20, 20]]
-)
-@pytest.mark.parametrize("window", [None, 1, 6])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "v_dim"), [(8, 2, 16, 16), (3, 3, 24, 16)])
-def test_prefill_is_causal_and_rows_do_not_meet(lengths, window, heads, kv_heads, dim, v_dim):
-    torch.manual_seed(0)
-    n, scale = sum(lengths), dim**-0.5
-    q, k = 2 * torch.randn(n, heads, dim), torch.randn(n, kv_heads, dim)
-    v = torch.randn(n, kv_heads, v_dim)
-    got = attention.prefill(q, k, v, lengths, scale, window)
-    assert got.shape == (n, heads, v_dim)
-    k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
-    start = 0
-    for length in lengths:
-        for t in range(start, start + length):
-            first = start if window is None else max(start, t + 1 - window)
-            wanted = naive(q[t], k[first : t + 1], v[first : t + 1], scale)
-            torch.testing.assert_close(got[t].double(), wanted, rtol=0, atol=5e-6)
-        start += length
-
-
 def test_evenly_spaced_rows_become_one_batch_and_others_do_not():
     rows = views([5] * 4, 8, capacity=9)
     assert [(r.start, r.stop) for r, _ in attention._batches(rows)] == [(0, 4)]

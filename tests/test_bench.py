@@ -9,12 +9,13 @@ from handmade import task, tid
 from small_models import MIXTRAL
 
 import moegen as mg
-from moegen.bench import Phase, _reached, plan_for_layers
+from moegen.bench import Phase, _reached, mixed_prompts, mixed_wave, plan_for_layers
 from moegen.cli import main
+from moegen.graph.sound import sound_plan
 from moegen.graph.task import Lane, TaskGraph, Work
 from moegen.sim.bounds import Bound
 
-SMALL = "--prompt-len 12 --gen-len 8 --n 6 --steps 3 --gpu-memory 2MiB"
+SMALL = "--prompt-len 12 --gen-len 8 --n 6 --steps 3 --gpu-memory 1800KiB"
 
 
 @pytest.fixture
@@ -56,6 +57,56 @@ def test_both_phases_are_measured_and_held_to_the_bound(folder, tmp_path, capsys
 
     code, out, err = _main(capsys, line)
     assert code == 0 and "% of it reached" in out and "4 of 4 layers, random weights" in err
+
+
+@pytest.mark.cpu
+def test_prompts_of_mixed_lengths_are_measured_beside_those_of_one(folder, capsys):
+    pytest.importorskip("torch")
+    line = f"bench {folder} --load-format dummy {SMALL} --device cpu --omega 0.5 --mixed 1:30"
+    code, out, err = _main(capsys, f"{line} --json")
+    assert code == 0, err
+    found = json.loads(out)
+    mixed, uniform = found["mixed_prefill"], found["prefill"]
+    assert mixed["tokens"] == uniform["tokens"] == 72
+    assert mixed["tokens_per_s"] == pytest.approx(72 / mixed["measured_s"])
+    code, out, err = _main(capsys, line)
+    assert code == 0 and "Mixed prefill: " in out and "% against prompts of one length" in out
+    assert "72 prompt tokens, 6 prompts of 12\n" in out
+
+
+def test_a_mixed_wave_is_like_the_others_of_its_job_and_as_large_as_one_of_one_length():
+    model, hw = mg.ModelSpec.from_pretrained("mixtral-8x7b"), mg.HardwareSpec.from_name("h200")
+    hw = hw.with_(gpu_memory_bytes=24 * 2**30, host_memory_bytes=256 * 2**30)
+    plan = sound_plan(model, hw, mg.Workload.uniform(1600, 512, 256), {"omega": 1.0})
+    uniform = plan.prefill.B * 512
+    wave = mixed_wave(model, hw, plan, 512, (16, 8192))
+    shape, layout, s = wave.shape, wave.layout, wave.strategy
+    assert shape is not None and layout is not None and s is not None
+    assert shape.tokens == pytest.approx(uniform, rel=0.02)
+    assert max(shape.new) > 7000 and min(shape.new) < 50
+    parts = [sum(shape.new[p.start : p.stop]) for p in layout.parts]
+    assert max(parts) < 2 * sum(parts) / len(parts)
+    # There is room for it.
+    work = mg.Workload.from_lengths(shape.new, [1] * shape.rows)
+    ledger = mg.memory(model, hw, s.with_(B=shape.rows), work, phase="prefill")
+    assert ledger.gpu.fits
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(16, 8192), (1, 7), (5, 5)])
+def test_mixed_prompts(shortest, longest):
+    prompts = mixed_prompts(shortest, longest, 100_000)
+    assert sum(prompts) == 100_000 and prompts == mixed_prompts(shortest, longest, 100_000)
+    assert all(shortest <= n <= longest for n in prompts[:-1]) and prompts[-1] <= longest
+    # Half of them are shorter than the geometric mean.
+    middle = (shortest * longest) ** 0.5
+    short = sum(n < middle for n in prompts) / len(prompts)
+    assert short == pytest.approx(0.5, abs=0.15) or shortest == longest
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (6, 5), (1.5, 3)])
+def test_mixed_prompts_that_are_none_are_refused(lengths):
+    with pytest.raises(mg.InvalidInput, match="prompt"):
+        mixed_prompts(*lengths, tokens=10)
 
 
 # The second of the three steps counts: the ten seconds from the end of the first to its own.
@@ -141,6 +192,8 @@ def test_few_layers_keep_resident_only_the_share_that_the_whole_model_could(fold
         ("mixtral-8x7b", "mixtral-8x7b is no folder with a checkpoint: give one, or --load-format"),
         ("mixtral-8x7b --layers 2", "--layers needs --load-format dummy"),
         ("mixtral-8x7b --load-format dummy --gpu-memory much", "--gpu-memory: 'much'"),
+        ("mixtral-8x7b --mixed 5", "--mixed takes MIN:MAX, such as 16:8192, got '5'"),
+        ("mixtral-8x7b --mixed 9:5", "--mixed 9:5: MIN is at least 1 and at most MAX"),
         ("mixtral-8x7b --timeline /no/such/t.json", "--timeline: /no/such is no folder"),
     ],
 )

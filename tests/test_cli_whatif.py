@@ -189,7 +189,7 @@ def test_plan_says_what_the_python_api_says(capsys):
     assert found["prefill_tokens_per_s"] == pytest.approx(600 * 512 / job.prefill_s)
     assert found["decode_tokens_per_s"] == pytest.approx(600 * 255 / job.decode_s)
     for phase in ("prefill", "decode"):
-        ledger = mg.memory(model, hw, getattr(plan, phase), work, phase=phase)
+        ledger = mg.memory(model, hw, getattr(plan, phase), work, phase=phase, batch=600)
         assert found["memory"][phase] == ledger.to_dict()
 
 

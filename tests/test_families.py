@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.errors import InvalidInput  # noqa: E402
+from moegen.exec.arena import Arena  # noqa: E402
 from moegen.exec.decode_attention import CpuDecode, cpu_decode  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.families.base import Family  # noqa: E402
@@ -48,20 +49,36 @@ CASES = {
 }
 
 
+def filled(shape, dtype):
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
 def moe(family: Family, store: HostWeights, layer: int, x, h):
     """The MLP of a layer, as the graph's ops do it: tokens sorted by expert, then combined."""
-    w = store.dense_views(layer)
-    if family.spec.layers[layer].mlp == "dense":
-        return x + family.dense_mlp(w, h)
-    ids, weights = family.route(w, h)
-    assert ids.dtype == torch.int64 and weights.dtype == torch.float32
-    order = ids.flatten().argsort(stable=True)
-    y = torch.empty(len(order), h.shape[1], dtype=h.dtype)
-    for e in range(family.spec.layers[layer].n_experts):
-        mine = (ids.flatten()[order] == e).nonzero()[:, 0]
-        y[mine] = family.expert(store.expert_views(layer, e), h[order[mine] // ids.shape[1]])
-    shared = family.shared_expert(w, h) if "shared_down" in w else None
-    return family.combine(x, y, order.argsort().view_as(ids), weights, shared)
+    w, spec, ops = store.dense_views(layer), family.spec.layers[layer], family.ops
+    arena, hidden = Arena(1 << 22, x.device), x.shape[1]
+    if spec.mlp == "dense":
+        family.dense_mlp(w, h, h, arena)
+        return x.add_(h)
+    k, n = spec.top_k, len(x)
+    ids, inverse = torch.empty(2, n, k, dtype=torch.int32)
+    weights = torch.empty(n, k)
+    family.route(w, h, ids, weights, arena)
+    order, ends = torch.empty(n * k, dtype=torch.int32), torch.empty(spec.n_experts).int()
+    counts = torch.empty(spec.n_experts, dtype=torch.int64)
+    ops.sort_choices(ids, spec.n_experts, order, inverse, ends, counts, arena)
+    y, start = filled((n * k, hidden), h.dtype), 0
+    for e, end in enumerate(ends.tolist()):
+        mine = slice(start, end)
+        with arena.frame():
+            family.expert(store.expert_views(layer, e), h[order[mine]], y[mine], arena)
+        start = end
+    shared = None
+    if "shared_down" in w:
+        shared = filled((n, hidden), h.dtype)
+        family.shared_expert(w, h, shared, arena)
+    ops.combine(x, y, inverse, weights, shared, arena)
+    return x
 
 
 def decode(family: Family, layer: int, q, new, rows, attend: CpuDecode):
@@ -78,24 +95,30 @@ def decode(family: Family, layer: int, q, new, rows, attend: CpuDecode):
 
 def step(family: Family, store: HostWeights, ids, pos, kv, lengths, phase, attend):
     """One step over packed rows; ``kv[layer][row]`` is what each row has stored so far."""
-    x = family.embed(store.head_views(), torch.tensor(ids))
-    positions = torch.tensor(pos)
+    n, dtype = len(ids), family.dtype
+    x = filled((n, family.spec.hidden), dtype)
+    family.embed(store.head_views(), torch.tensor(ids, dtype=torch.int64), x)
+    cos, sin = torch.empty(2, n, len(family.rope.inv_freq))
+    family.angles(torch.tensor(pos), cos, sin)
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
     for i, layer in enumerate(family.spec.layers):
-        w = store.dense_views(i)
-        q, new = family.pre_attn(w, x, positions, phase)
-        assert q.shape[1] == layer.attention.q_width(phase)
-        assert new.shape[1] == layer.attention.kv_width
+        w, arena = store.dense_views(i), Arena(1 << 22, x.device)
+        q = filled((n, layer.attention.q_width(phase)), dtype)
+        new = filled((n, layer.attention.kv_width), dtype)
+        family.pre_attn(w, x, cos, sin, phase, q, new, arena)
         rows = new.split(lengths)
         kv[i] = [torch.cat(pair) for pair in zip(kv[i], rows, strict=True)] if kv[i] else [*rows]
         if phase == "prefill":
-            o = family.attn_prefill(w, q, new, lengths)
+            o = filled((n, layer.attention.out_width(phase)), dtype)
+            family.attn_prefill(w, q, new, lengths, ends, o, arena)
         else:
             o = decode(family, i, q, new, kv[i], attend)
-        assert o.shape[1] == layer.attention.out_width(phase)
-        x, h = family.post_attn(w, o, x, phase)
+        h = filled(x.shape, dtype)
+        family.post_attn(w, o, x, h, phase, arena)
         x = moe(family, store, i, x, h)
-    last = torch.tensor(lengths).cumsum(0) - 1
-    return family.logits(store.head_views(), x[last])
+    out = filled((len(lengths), family.spec.vocab), dtype)
+    family.logits(store.head_views(), x[ends[1:].long() - 1], out)
+    return out
 
 
 def run(family, store, prompts, steps, attend, follow=None):
@@ -180,38 +203,10 @@ def test_every_op_takes_no_tokens(make, tmp_path):
     spec = ModelSpec.from_pretrained(path)
     family = family_for(spec)
     store = HostWeights.load(path, spec, family)
-    none = torch.empty(0, spec.hidden)
-    pos = torch.empty(0, dtype=torch.int64)
-    for i, layer in enumerate(spec.layers):
-        w, a = store.dense_views(i), layer.attention
-        for phase in ("prefill", "decode"):
-            q, kv = family.pre_attn(w, none, pos, phase)
-            o = (
-                family.attn_prefill(w, q, kv, [])
-                if phase == "prefill"
-                else decode(family, i, q, kv, [], cpu_decode(1))
-            )
-            assert o.shape == (0, a.out_width(phase))
-            x, h = family.post_attn(w, o, none, phase)
-        assert moe(family, store, i, x, h).shape == (0, spec.hidden)
-    assert family.logits(store.head_views(), none).shape == (0, spec.vocab)
-
-
-def test_combine_is_one_rounded_sum_in_the_order_of_k():
-    torch.manual_seed(0)
-    tokens, k, hidden = 7, 3, 16
-    x, shared = torch.randn(2, tokens, hidden).bfloat16()
-    y = torch.randn(tokens * k, hidden).bfloat16()
-    inverse = torch.randperm(tokens * k).view(tokens, k)
-    weights = torch.rand(tokens, k)
-    got = Family.combine(x, y, inverse, weights, shared)
-    exact = x.double() + shared.double()
-    exact += (weights.double()[..., None] * y[inverse].double()).sum(1)
-    torch.testing.assert_close(got, exact.bfloat16(), rtol=2**-8, atol=0)
-    # The order in which experts stored their outputs changes no bit.
-    shuffle = torch.randperm(tokens * k)
-    again = Family.combine(x, y[shuffle], shuffle.argsort()[inverse], weights, shared)
-    assert torch.equal(got, again)
+    for phase in ("prefill", "decode"):
+        attend = cpu_decode(1)
+        out = step(family, store, [], [], [[] for _ in spec.layers], [], phase, attend)
+        assert out.shape == (0, spec.vocab)
 
 
 @pytest.mark.parametrize(

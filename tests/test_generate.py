@@ -23,8 +23,10 @@ from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.kv import KVStore  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
 from moegen.graph.shape import Shape  # noqa: E402
+from moegen.graph.sizes import Capacity  # noqa: E402
 from moegen.graph.strategy import Plan, Strategy  # noqa: E402
 from moegen.graph.task import EdgeKind, Layout  # noqa: E402
+from moegen.graph.workload import Workload  # noqa: E402
 from moegen.sim.cost import CostModel  # noqa: E402
 from moegen.sim.engine import simulate  # noqa: E402
 
@@ -32,6 +34,7 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.cpu),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
+MIXED = [40, 1, 3, 25, 1, 11, 2, 60, 7]
 PROMPTS = [[5, 9, 70], [11], [3, 8, 100, 42, 17], [60, 61]]
 S = Strategy(B=4, b_a=1, b_e=4, omega=0.5)
 
@@ -160,6 +163,24 @@ def test_more_prompts_than_rows_go_in_batches(path, device, engine, builds):
     assert [c.token_ids for c in done] == expected
     # A batch of three in waves of two (of one graph), then the fourth prompt.
     assert builds == [("prefill", 2), ("decode", 3), ("prefill", 1), ("decode", 1)]
+
+
+@pytest.mark.parametrize(("B", "b_a", "batch"), [(9, 9, 9), (4, 2, 9), (2, 2, 7), (3, 1, 5)])
+def test_waves_of_mixed_prompts_change_nothing(path, device, engine, B, b_a, batch):
+    prompts = [[(5 * i + k) % 100 + 3 for k in range(n)] for i, n in enumerate(MIXED)]
+    plan = Plan(prefill=S.with_(B=B, b_a=b_a, omega=0.0), decode=S.with_(B=batch))
+    with Engine.from_pretrained(path, plan, device=device, dtype="float32") as e:
+        done = e.generate(prompts, 4, ignore_eos=True)
+        assert [c.index for c in done] == list(range(len(prompts)))
+        assert [c.prompt_tokens for c in done] == MIXED
+        assert [c.token_ids for c in done] == alone(engine, prompts, [4] * 9, ignore_eos=True)
+        work = Workload.from_lengths(MIXED, [4] * 9)
+        most = Capacity.worst(plan.prefill, work, "prefill", batch)
+        for t in e.timelines:
+            if t.graph.phase == "prefill":
+                shapes = [Shape.from_dict(x) for x in t.meta["shapes"]]
+                assert max(shape.tokens for shape in shapes) <= most.tokens
+                assert max(s.tokens for s in shapes) - min(s.tokens for s in shapes) <= max(MIXED)
 
 
 def test_forced_tokens_are_fed_and_scored(engine):

@@ -12,6 +12,7 @@ from small_models import deepseek, mixtral
 
 import moegen as mg
 from moegen.graph.shape import Shape
+from moegen.graph.waves import deal, room
 from moegen.sim import job
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.job import JobEstimate, estimate_job
@@ -47,12 +48,15 @@ def every_step(model, plan, prompts, gens, cost, shared) -> JobEstimate:
 
     prefill_s = decode_s = 0.0
     waves = steps = 0
+    most = room(plan.prefill, mg.Workload.from_lengths(prompts, gens), plan.decode.B)
     for i in range(0, len(prompts), plan.decode.B):
         batch = [[p, 1, g] for p, g in zip(prompts, gens, strict=True)][i : i + plan.decode.B]
-        size = min(plan.prefill.B, len(batch))
-        lengths = [[row[0] for row in batch[j : j + size]] for j in range(0, len(batch), size)]
-        shapes = [Shape((0,) * size, (*new, *[0] * (size - len(new)))) for new in lengths]
-        prefill_s += run(mg.build(model, plan.prefill, "prefill", lengths=lengths[0]), shapes)
+        prompt_lens = [row[0] for row in batch]
+        dealt = deal(prompt_lens, most)
+        lengths = dealt.lengths(prompt_lens).tolist()
+        shapes = [Shape((0,) * len(new), tuple(new)) for new in lengths]
+        s = plan.prefill.with_(b_a=dealt.part_rows)
+        prefill_s += run(mg.build(model, s, "prefill", lengths=lengths[0]), shapes)
         waves += len(shapes)
         while live := [row for row in batch if row[1] < row[2]]:
             graph = mg.build(model, plan.decode, lengths=[p + out - 1 for p, out, _ in live])

@@ -71,6 +71,7 @@ def test_the_papers_strategy_fits():
     assert gpu["KV slots"] == 2 * 256 * 768 * 4096
     assert gpu["embedding and output matrix"] == (2 * 32000 + 1) * 4096 * 2
     assert gpu["logits"] == 3640 * 32000 * 2
+    assert gpu["libraries"] == C2.gpu_workspace_bytes == 8519680
     assert ledger.gpu.total_bytes == sum(gpu.values())
     assert ledger.gpu.free_bytes == 24e9 - ledger.gpu.total_bytes
 
@@ -90,15 +91,36 @@ def test_prefill_counts_tokens_and_no_kv_slots():
     assert gpu["hidden states"] == 2 * 100 * 512 * 4096 * 2
     assert gpu["queries, keys and values"] == 2 * 16 * 512 * (4096 + 2048) * 2
     assert gpu["logits"] == 100 * 32000 * 2
-    # An expert's tile: input, gate and up, their product, output.
-    assert gpu["temporaries"] == 8192 * (2 * 4096 + 3 * 14336) * 2
+    assert gpu["positions"] == 100 * 512 * 128 * 4 + 1024  # and where the prompts end
+    choices = 100 * 512 * 2
+    assert gpu["routing"] == choices * 16 + 256  # id, weight, order and place; where experts end
+    assert gpu["outputs by expert"] == choices * 4096 * 2
+    # An expert's tile: input, gate and up, their product.
+    assert gpu["temporaries"] == 8192 * (4096 + 3 * 14336) * 2
     # MLA expands the latent of a micro-batch for all heads in prefill, never in decode.
     small = s.with_(b_e=1)
     expanded = 16 * 512 * 16 * (128 + 128 + 192) * 2
-    assert lines(memory(LITE, C2, small, WORK, phase="prefill").gpu)["temporaries"] > expanded
+    assert lines(memory(LITE, C2, small, WORK, phase="prefill").gpu)["temporaries"] == expanded
     assert lines(memory(LITE, C2, small, WORK).gpu)["temporaries"] < expanded
     with pytest.raises(InvalidInput, match="phase"):
         memory(MIXTRAL, C2, s, WORK, phase="train")  # type: ignore[arg-type]
+
+
+def test_what_the_gpu_takes_beside_tensors():
+    s = PAPER.with_(B=100)
+    plain = memory(MIXTRAL, C2.with_(gpu_workspace_bytes=None), s, WORK).gpu
+    assert "libraries" not in lines(plain)
+    # Nothing but where buffers begin: each at a multiple of 256 bytes.
+    assert lines(plain).get("allocator", 0) < 16 * 256
+    on_gpu = memory(MIXTRAL, C2, s, WORK).gpu
+    assert 0 < lines(on_gpu)["allocator"] < 64 * 2**20
+    same = {"libraries", "allocator"}
+    assert {k: n for k, n in lines(plain).items() if k not in same} == {
+        k: n for k, n in lines(on_gpu).items() if k not in same
+    }
+    biased = ModelSpec.from_config(LITE.hf | {"attention_bias": True}, name="biased")
+    gpu = memory(biased, C2, Strategy(B=1, b_a=1, b_e=1), WORK).gpu
+    assert lines(gpu)["libraries"] == 2 * C2.gpu_workspace_bytes
 
 
 def test_resident_weights_leave_no_slots():
@@ -206,7 +228,7 @@ def test_a_bigger_batch_never_needs_less(B, more, omega):
         small = memory(MIXTRAL, C2, s, WORK, phase=phase)
         big = memory(MIXTRAL, C2, s.with_(B=B + more), WORK, phase=phase)
         assert small.host.total_bytes < big.host.total_bytes
-        assert small.gpu.total_bytes < big.gpu.total_bytes
+        assert small.gpu.total_bytes <= big.gpu.total_bytes  # the allocator rounds
 
 
 def test_rows_on_a_side_are_the_most_of_any_order():

@@ -24,6 +24,7 @@ pytest.importorskip(
     "triton", reason="triton is not installed: only CUDA builds of torch bring it along"
 )
 
+from moegen.exec.arena import Arena  # noqa: E402
 from moegen.exec.kernels.triton_attention import decode_attention  # noqa: E402
 from moegen.exec.kernels.zero_copy import (  # noqa: E402
     copy_down,
@@ -269,6 +270,7 @@ def attend(
         index(starts, device),
         index(lengths, device),
         out,
+        Arena(64 << 20, torch.device(device)),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         dk=dk,
@@ -293,7 +295,7 @@ def attend(
     return out.cpu(), torch.stack(want)
 
 
-TARGET = "moegen.exec.kernels.triton_attention._TARGET_PROGRAMS"
+TARGET = "moegen.graph.working.SPLIT_PROGRAMS"
 
 
 @pytest.mark.parametrize("target", [1, 1024])  # many blocks a program, or one and a merge
@@ -315,7 +317,7 @@ def test_attention_in_float32(
 def test_attention_split_or_whole(
     device: str, max_length: int, target: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One program a row up to _MAX_SPLIT_TOKENS, or many; a max_length above what is there is fine.
+    # One program a row up to SPLIT_TOKENS, or many; a max_length above what is there is fine.
     monkeypatch.setattr(TARGET, target)
     got, want = attend(device, torch.float32, (4, 2, 64, 64, False), [300, 64, 1], max_length)
     assert (got.double() - want).abs().max() < 1e-5
@@ -354,13 +356,14 @@ def test_attention_of_no_rows_and_of_misfits(device: str) -> None:
     shape = {"n_heads": 4, "n_kv_heads": 2, "dk": 16, "dv": 16, "scale": 1.0, "max_length": 5}
     kv, none = torch.zeros(8, 64, device=device), index([], device)
     empty = torch.zeros(0, 64, device=device)
-    decode_attention(empty, kv, none, none, empty, latent=False, **shape)
+    arena = Arena(0, torch.device(device))
+    decode_attention(empty, kv, none, none, empty, arena, latent=False, **shape)
     with pytest.raises(ValueError, match=r"kv must be contiguous \[\*, 64\]"):
-        decode_attention(empty, kv[:, :32], none, none, empty, latent=False, **shape)
+        decode_attention(empty, kv[:, :32], none, none, empty, arena, latent=False, **shape)
     with pytest.raises(ValueError, match="latent True"):
-        decode_attention(empty, kv, none, none, empty, latent=True, **shape)
+        decode_attention(empty, kv, none, none, empty, arena, latent=True, **shape)
     with pytest.raises(ValueError, match="0 rows"):
-        decode_attention(empty, kv, index([1], device), none, empty, latent=False, **shape)
+        decode_attention(empty, kv, index([1], device), none, empty, arena, latent=False, **shape)
 
 
 # ---------------------------------------------------------------- compiled for absent GPUs
@@ -374,6 +377,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 import moegen.exec.kernels.triton_attention as attention
 import moegen.exec.kernels.zero_copy as zero
+from moegen.exec.arena import Arena
 
 capability = int(sys.argv[1])
 report = {}
@@ -412,8 +416,8 @@ def decode(rows, longest, dtype, heads, kv_heads, dk, dv, latent):
         torch.zeros(rows, heads * dk, dtype=dtype),
         torch.zeros(8, dk if latent else kv_heads * (dk + dv), dtype=dtype),
         index(rows), index(rows), torch.zeros(rows, heads * dv, dtype=dtype),
-        n_heads=heads, n_kv_heads=kv_heads, dk=dk, dv=dv, scale=1.0, latent=latent,
-        max_length=longest)
+        Arena(64 << 20, torch.device("cpu")), n_heads=heads, n_kv_heads=kv_heads, dk=dk, dv=dv,
+        scale=1.0, latent=latent, max_length=longest)
 for shape in [(32, 8, 128, 128, False), (8, 8, 256, 256, False), (128, 1, 576, 512, True)]:
     for dtype in (torch.bfloat16, torch.float32):
         decode(2, 4000, dtype, *shape)  # split

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from tiny import edit_config, rewrite, tensors_of, tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.errors import InvalidInput  # noqa: E402
+from moegen.exec.arena import Arena  # noqa: E402
 from moegen.exec.checkpoint import Checkpoint  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.layout import Layout  # noqa: E402
@@ -288,12 +289,20 @@ def test_random_weights_keep_activations_sane(make, tmp_path):
         blobs.append(t.flatten()[:64])
     assert len(torch.stack(blobs).unique(dim=0)) == len(blobs)
     for i, layer in enumerate(spec.layers):
-        x = torch.randn(9, spec.hidden)
-        w = store.dense_views(i)
-        q, kv = family.pre_attn(w, x, torch.arange(9), "prefill")
-        x, h = family.post_attn(w, family.attn_prefill(w, q, kv, [9]), x, "prefill")
+        x, h, y = torch.randn(3, 9, spec.hidden)
+        w, a, arena = store.dense_views(i), layer.attention, Arena(1 << 20, x.device)
+        q, kv, o = (
+            torch.empty(9, n) for n in (a.q_width("prefill"), a.kv_width, a.out_width("prefill"))
+        )
+        cos, sin = torch.empty(2, 9, len(family.rope.inv_freq))
+        family.angles(torch.arange(9), cos, sin)
+        family.pre_attn(w, x, cos, sin, "prefill", q, kv, arena)
+        family.attn_prefill(w, q, kv, [9], torch.tensor([0, 9]).int(), o, arena)
+        family.post_attn(w, o, x, h, "prefill", arena)
         for e in range(layer.n_experts):
-            assert 0.01 < family.expert(store.expert_views(i, e), h).std() < 10
+            with arena.frame():
+                family.expert(store.expert_views(i, e), h, y, arena)
+            assert 0.01 < y.std() < 10
         assert 0.5 < x.std() < 5
 
 

@@ -1,212 +1,273 @@
-"""Decode of four Mixtral-8x7B layers at true width, against the bound of the same machine.
+"""Decode at true width under a cap of GPU memory, against the bound of the same machine.
 
-Measures the machine's rates, runs the graph, and compares the measured period with
-`bound_s` at those rates. Writes one JSON file with everything and prints a table.
+Measures each resource's rate with its neighbours at work, runs the graph of every point, and holds
+the measured period against ``bound`` at those rates: the largest of each lane's and resource's
+work over its rate, and layers times the dependency chain of one.
 
-    python benchmarks/h200/decode_bound.py OUT.json [--layers 4] [--B 512] [--context 640]
+    python benchmarks/h200/decode_bound.py OUT.json [--layers 4]
+    python benchmarks/h200/decode_bound.py OUT.json --layers 32 --host-memory 250GiB \
+        --points max:0.6:64:whole
+
+A point is B:omega:b_a:resident. B may be "max": the largest whose job of 512 + 256 tokens fits host
+memory. Resident is what S_Params keeps: "none", or "whole", as much a layer as all layers of the
+model could keep under the cap.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
+from attention_probe import Attender, Heads, Rows
+from harness import (
+    Results,
+    engine_of,
+    kept_bytes,
+    lane_shares,
+    median_task_s,
+    model_of,
+    parser,
+    say,
+    steps_s,
+)
+from meters import (
+    GpuPeak,
+    Link,
+    Pinned,
+    matmul_flops,
+    median_s,
+    memory_point,
+    planned_pinned,
+)
 
 import moegen as mg
-from moegen.exec.engine import Engine
-from moegen.exec.kv import KVStore
+from moegen.graph.bisect import greatest
 from moegen.sim.bounds import bound
+from moegen.units import format_bytes
+
+POINTS = (
+    "512:0:64:none",
+    "512:0.25:64:none",
+    "512:0.5:64:none",
+    "512:0.75:64:none",
+    "512:1:64:none",
+    "512:0.5:128:whole",
+    "1024:0.6:64:whole",
+    "1024:1:64:whole",
+    "2048:0.7:64:whole",
+)
 
 
-def timed(fn, repeats: int = 5) -> float:
-    """Median seconds of ``fn``, after one warm-up."""
-    fn()
-    times = []
-    for _ in range(repeats):
+def main(argv: list[str] | None = None) -> None:
+    p = parser(__doc__, budget_s=240)
+    p.add_argument("--points", nargs="+", default=POINTS, metavar="B:omega:b_a:resident")
+    p.add_argument("--context", type=int, default=640)
+    p.add_argument("--prompt-len", type=int, default=512)
+    p.add_argument("--gen-len", type=int, default=256)
+    p.add_argument("--probe-rows", type=int, default=512, help="of the CPU's attention alone")
+    p.add_argument("--steps", type=int, default=8, help="that count, of each point")
+    p.add_argument("--each-s", type=float, default=15, help="what a point takes, at first guess")
+    p.add_argument("--timelines", nargs="*", default=(), help="points to keep those of, by omega")
+    args = p.parse_args(argv)
+    model, whole = model_of(args)
+    out = Results(args, model=model.name, layers=args.layers, whole_layers=whole.n_layers)
+    out.put(context=args.context, gpu_memory_bytes=args.gpu_memory)
+    gpu = GpuPeak(args.device)
+    with Pinned() as pinned:
         t = time.perf_counter()
-        fn()
-        times.append(time.perf_counter() - t)
-    return statistics.median(times)
+        with engine_of(args, model) as engine:
+            load_s = time.perf_counter() - t
+            weights = engine.weights
+            out.put(
+                load_s=load_s,
+                register_s=pinned.seconds,
+                weights_bytes=weights.nbytes,
+                load_bytes_per_s=weights.nbytes / load_s,
+                pinned=weights.pinned,
+                notes=engine.notes,
+            )
+            say(f"loaded {format_bytes(weights.nbytes)} in {load_s:.1f} s")
+            rates = measure_rates(engine, args.probe_rows, args.context)
+            out.put(rates_bytes_per_s=rates)
+            for name, rate in rates.items():
+                say(f"  {name} {rate / 1e9:.1f} G/s")
+            for point in out.within(args.points, args.each_s):
+                try:
+                    tl = measure(engine, whole, point, args, rates, out, gpu, pinned)
+                except (mg.MoegenError, torch.OutOfMemoryError) as e:
+                    say(f"{point}: {e}")
+                    out.data.setdefault("failed", []).append(f"{point}: {e}")
+                    out.save()
+                    continue
+                if point in args.timelines:
+                    omega = float(point.split(":")[1])
+                    tl.save(args.out.parent / f"timeline_omega{omega:g}.json")
+    out.done()
 
 
-def measure_rates(engine: Engine, B: int, context: int) -> dict[str, float]:
+def strategy_of(
+    engine: mg.Engine, whole: mg.ModelSpec, point: str, args: argparse.Namespace
+) -> mg.Strategy:
+    """The Strategy that a point's text stands for."""
+    model = engine.model
+    rows, omega, b_a, resident = point.split(":")
+    s = mg.Strategy(
+        B=1, b_a=int(b_a), b_e=8192, omega=float(omega), s_expert=8 * model.expert_bytes
+    )
+
+    def job(B: int) -> mg.Workload:
+        return mg.Workload.uniform(B, args.prompt_len, args.gen_len)
+
+    def kept(B: int) -> mg.Strategy:
+        at = s.with_(B=B)
+        if resident == "none":
+            return at
+        return at.with_(s_params=kept_bytes(engine, whole, at, job(B)))
+
+    if rows != "max":
+        return kept(int(rows))
+
+    def fits(B: int) -> bool:
+        return mg.memory(model, engine.prepared.capacities, s.with_(B=B), job(B)).host.fits
+
+    return kept(greatest(1, 1 << 20, fits))
+
+
+def measure(
+    engine: mg.Engine,
+    whole: mg.ModelSpec,
+    point: str,
+    args: argparse.Namespace,
+    rates: dict[str, float],
+    out: Results,
+    gpu: GpuPeak,
+    pinned: Pinned,
+) -> mg.Timeline:
+    """Run one point and write what came of it."""
+    s = strategy_of(engine, whole, point, args)
+    g = mg.build(engine.model, s, "decode", kv_len=args.context)
+    gpu.reset()
+    pinned.reset_peak()
+    began = time.perf_counter()
+    # The first step compiles kernels and the last one runs alone: neither counts.
+    tl = engine.execute(g, steps=args.steps + 2)
+    took_s = time.perf_counter() - began
+    work = mg.Workload.uniform(s.B, args.context, 1)
+    ledger = mg.memory(engine.model, engine.prepared.capacities, s, work)
+    kv_bytes = s.B * (args.context + 1) * engine.model.kv_bytes_per_token
+    contended, alone = hardware(rates, contended=True), hardware(rates, contended=False)
+    b, b_alone = (bound(g, mg.CostModel.roofline(hw)) for hw in (contended, alone))
+    mixed = b.parts | {"resource h2d": link_s(g, rates)}
+    period = tl.period_s
+    result = {
+        "strategy": s.to_dict(),
+        "context": args.context,
+        "period_s": period,
+        "steps_s": steps_s(tl),
+        "took_s": took_s,
+        "tokens_per_s": s.B / period,
+        "bound_s": b.seconds,
+        "binds": b.binds,
+        "bound_parts_s": b.parts,
+        "share_of_bound": b.seconds / period,
+        "bound_at_rates_alone_s": b_alone.seconds,
+        "share_of_bound_at_rates_alone": b_alone.seconds / period,
+        "bound_link_shared_s": max(mixed.values()),
+        "share_of_bound_link_shared": max(mixed.values()) / period,
+        "predicted_period_s": mg.simulate(g, mg.CostModel.roofline(alone), steps=4).period_s,
+        "utilization": lane_shares(tl),
+        "median_task_s": median_task_s(tl),
+        "kv_bytes": kv_bytes,
+        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, s, engine.model, kv_bytes)),
+    }
+    out.add(result)
+    say(
+        f"{point}: B {s.B}, period {period * 1e3:.1f} ms, bound {b.seconds * 1e3:.1f} ms "
+        f"({b.binds}), share {result['share_of_bound']:.3f}, at rates alone "
+        f"{result['share_of_bound_at_rates_alone']:.3f}, took {took_s:.1f} s"
+    )
+    return tl
+
+
+def hardware(rates: dict[str, float], *, contended: bool) -> mg.HardwareSpec:
+    """The machine at the measured rates, of each resource with its neighbours at work or alone.
+
+    A gather alone is the most that the KV lane can do, contended or not; that it shares the link
+    with the weights is in the demand on the link.
+    """
+    hw = mg.HardwareSpec.from_name("h200")
+    link = rates["h2d_with_cpu_attn" if contended else "h2d_alone"]
+    return hw.with_(
+        gpu_flops=rates["bf16_matmul_flops"] / hw.efficiency(4096),
+        h2d_bytes_per_s=link,
+        zero_copy_bytes_per_s=min(rates["gather_alone"], link),
+        cpu_attn_bytes_per_s=rates["cpu_attn_with_h2d" if contended else "cpu_attn_alone"],
+    )
+
+
+def link_s(g: mg.TaskGraph, rates: dict[str, float]) -> float:
+    """What the link takes for a step when gathers share it with the weights as they do.
+
+    While KV is gathered at its contended rate, weights cross beside it at theirs; the rest of the
+    weights has the link to itself.
+    """
+    by_lane = {
+        lane: sum(t.work.h2d_bytes for t in tasks if t.work is not None)
+        for lane, tasks in g.lanes.items()
+    }
+    kv = by_lane.pop(mg.Lane.KV, 0)
+    gather_s = kv / rates["gather_with_h2d"]
+    rest = max(0.0, sum(by_lane.values()) - gather_s * rates["h2d_with_gather"])
+    return gather_s + rest / rates["h2d_with_cpu_attn"]
+
+
+def measure_rates(engine: mg.Engine, rows: int, context: int) -> dict[str, float]:
     """Bytes per second of each resource, alone and with its neighbours running."""
-    weights, device = engine.weights, engine.device
-    blobs = [blob for layer in weights.experts if layer is not None for blob in layer]
-    slot = torch.empty(blobs[0].nbytes, dtype=torch.uint8, device=device)
-    bulk, side = torch.cuda.Stream(), torch.cuda.Stream(priority=-1)
+    device = engine.device
+    link, rates = Link(engine), {}
+    rates["h2d_alone"] = link.alone()
 
-    def copies(n: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(bulk):
-            first.record()
-            for i in range(n):
-                slot.copy_(blobs[i % len(blobs)], non_blocking=True)
-            last.record()
-        return first, last
+    a = engine.model.layers[0].attention
+    heads = Heads(a.n_heads, a.n_kv_heads, a.head_dim, a.v_head_dim)
+    kv = Rows(heads, [context + 1] * rows, engine.machinery.family.dtype, device.type)
+    attender = Attender(heads, engine.machinery.threads)
+    rates["cpu_attn_alone"] = kv.nbytes / median_s(lambda: attender.decode(kv))
+    with link.busy() as h2d:
+        rates["cpu_attn_with_h2d"] = kv.nbytes / median_s(lambda: attender.decode(kv), 9)
+    attender.close()
+    rates["h2d_with_cpu_attn"] = h2d[0] if h2d else rates["h2d_alone"]
 
-    def seconds(events) -> float:
-        events[1].synchronize()
-        return events[0].elapsed_time(events[1]) / 1e3
-
-    seconds(copies(8))
-    n = 96
-    rates = {"h2d_alone": n * slot.nbytes / seconds(copies(n))}
-
-    family, machinery = engine.machinery.family, engine.machinery
-    attention = engine.model.layers[0].attention
-    store = KVStore(engine.model.with_(n_layers=1), B * (context + 1), family.dtype, pin=True)
-    kv = store.layers[0]
-    kv.copy_(torch.randn(997, kv.shape[1]).to(kv.dtype).repeat(-(-len(kv) // 997), 1)[: len(kv)])
-    views = list(kv.split(context + 1))
-    q = torch.randn(B, attention.q_width("decode")).to(kv.dtype)
-
-    # As in the CPU lane: one thread that hands rows to the pool, torch's own threads off.
-    lane = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-
-    def attend() -> None:
-        lane.submit(family.attn_decode, q, views, machinery.pool, machinery.threads).result()
-
-    rates["cpu_attn_alone"] = kv.nbytes / timed(attend)
-    seconds(copies(8))
-    events = copies(400)
-    time.sleep(0.05)
-    rates["cpu_attn_with_h2d"] = kv.nbytes / timed(attend)
-    rates["h2d_with_cpu_attn"] = 400 * slot.nbytes / seconds(events)
-
-    from moegen.exec.kernels import zero_copy
-
-    rows = min(B, 64)
-    columns = [torch.arange(rows, device=device) * (context + 1) for _ in range(2)]
-    length = torch.full((rows,), context + 1, device=device)
-    staged = torch.empty(rows * (context + 1), kv.shape[1], dtype=kv.dtype, device=device)
-
-    def gather() -> None:
-        with torch.cuda.stream(side):
-            zero_copy.gather_rows(staged, kv, columns[0], length, columns[1], rows)
-        side.synchronize()
-
-    rates["gather_alone"] = staged.nbytes / timed(gather)
-    events = copies(200)
-    time.sleep(0.02)
-    rates["gather_with_h2d"] = staged.nbytes / timed(gather)
-    seconds(events)
-    a = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
-    torch.cuda.synchronize()
-
-    def matmul() -> None:
-        for _ in range(20):
-            torch.mm(a, a)
-        torch.cuda.synchronize()
-
-    rates["bf16_matmul_flops"] = 20 * 2 * 4096**3 / timed(matmul)
-    store.close()
+    some = min(rows, 64)
+    start = torch.arange(some, device=device) * (context + 1)
+    length = torch.full((some,), context + 1, device=device)
+    staged = torch.empty_like(kv.store[: some * (context + 1)], device=device)
+    gather = gatherer(staged, kv.store, start, length)
+    rates["gather_alone"] = staged.nbytes / median_s(gather)
+    with link.busy() as h2d:
+        rates["gather_with_h2d"] = staged.nbytes / median_s(gather, 25)
+    rates["h2d_with_gather"] = h2d[0] if h2d else rates["h2d_alone"]
+    kv.close()
+    n = 4096 if device.type == "cuda" else 128
+    rates["bf16_matmul_flops"] = matmul_flops(device.type, n, n, n)
     return rates
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--B", type=int, default=512)
-    parser.add_argument("--context", type=int, default=640)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--omega", type=float, nargs="+", default=[0.0, 0.25, 0.5, 0.75, 1.0])
-    parser.add_argument("--b-a", type=int, nargs="+", default=[64, 128])
-    args = parser.parse_args()
-    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=args.layers)
-    t = time.perf_counter()
-    engine = Engine.random(model, device="cuda")
-    loaded = time.perf_counter() - t
-    rates = measure_rates(engine, args.B, args.context)
-    hw = mg.HardwareSpec.from_name("h200")
-    hw = hw.with_(
-        gpu_flops=rates["bf16_matmul_flops"] / hw.efficiency(4096),
-        h2d_bytes_per_s=rates["h2d_with_cpu_attn"],
-        zero_copy_bytes_per_s=min(rates["gather_alone"], rates["h2d_with_cpu_attn"]),
-        cpu_attn_bytes_per_s=rates["cpu_attn_with_h2d"],
-    )
-    alone = hw.with_(
-        h2d_bytes_per_s=rates["h2d_alone"],
-        zero_copy_bytes_per_s=min(rates["gather_alone"], rates["h2d_alone"]),
-        cpu_attn_bytes_per_s=rates["cpu_attn_alone"],
-    )
-    points = []
-    folder = args.out.parent
-    for omega in args.omega:
-        for b_a in args.b_a if omega < 1 else args.b_a[:1]:
-            s = mg.Strategy(
-                B=args.B,
-                b_a=b_a,
-                b_e=8192,
-                s_expert=8 * model.expert_bytes,
-                omega=omega,
-            )
-            g = mg.build(model, s, "decode", kv_len=args.context)
-            engine.execute(g, steps=2)  # compiles kernels
-            tl = engine.execute(g, steps=args.steps)
-            ends, period = tl.step_end_s, tl.period_s
-            contended, free = (
-                bound(g, mg.CostModel.roofline(hw)),
-                bound(g, mg.CostModel.roofline(alone)),
-            )
-            predicted = mg.simulate(g, mg.CostModel.roofline(alone), steps=8).period_s
-            frame = tl.to_frame()
-            points.append(
-                {
-                    "strategy": s.to_dict(),
-                    "period_s": period,
-                    "steps_s": [float(b - a) for a, b in zip(ends, ends[1:], strict=False)],
-                    "tokens_per_s": args.B / period,
-                    "bound_s": contended.seconds,
-                    "binds": contended.binds,
-                    "bound_parts_s": contended.parts,
-                    "share_of_bound": contended.seconds / period,
-                    "bound_at_rates_alone_s": free.seconds,
-                    "share_of_bound_at_rates_alone": free.seconds / period,
-                    "predicted_period_s": predicted,
-                    "utilization": tl.utilization()["share"].to_dict(),
-                    "median_task_s": frame.groupby("op")["duration_s"].median().to_dict(),
-                    "gpu_peak_bytes": torch.cuda.max_memory_reserved(),
-                }
-            )
-            p = points[-1]
-            print(
-                f"omega {omega:4.2f} b_a {b_a:4d}: period {period * 1e3:7.1f} ms, bound "
-                f"{p['bound_s'] * 1e3:7.1f} ms ({p['binds']}), share {p['share_of_bound']:.3f}, "
-                f"at rates alone {p['share_of_bound_at_rates_alone']:.3f}, predicted "
-                f"{predicted * 1e3:7.1f} ms",
-                flush=True,
-            )
-            if omega == 0.5 and b_a == args.b_a[0] or omega == 1.0:
-                tl.save(folder / f"timeline_omega{omega:g}.json")
-    result = {
-        "machine": {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cpu_threads": engine.machinery.threads,
-            "date": time.strftime("%Y-%m-%d"),
-        },
-        "model": model.name,
-        "layers": args.layers,
-        "B": args.B,
-        "context": args.context,
-        "load_s": loaded,
-        "pinned": engine.weights.pinned,
-        "notes": engine.weights.notes,
-        "rates_bytes_per_s": rates,
-        "points": points,
-    }
-    args.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(json.dumps(rates, indent=1))
-    engine.close()
+def gatherer(staged: torch.Tensor, kv: torch.Tensor, start: torch.Tensor, length: torch.Tensor):
+    """A gather of KV rows as the KV lane makes it, waited for."""
+    from moegen.exec.transfer import transfer_for
+
+    transfer = transfer_for(staged.device)
+    if staged.device.type != "cuda":
+        return lambda: transfer.gather(staged, kv, start, length, start)
+    stream = torch.cuda.Stream(priority=-1)
+
+    def gather() -> None:
+        with torch.cuda.stream(stream):
+            transfer.gather(staged, kv, start, length, start)
+        stream.synchronize()
+
+    return gather
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from moegen.exec.arena import Arena
 from moegen.exec.kernels.triton_attention import decode_attention
 from moegen.exec.kernels.zero_copy import copy_down, copy_up, gather_rows, scatter_rows
 
@@ -240,6 +241,7 @@ def attention() -> None:
         kv = torch.randn(tokens, width, device="cuda").to(dtype)
         q = torch.randn(rows, heads * dk, device="cuda").to(dtype)
         out = torch.full((rows, heads * dv), math.nan, device="cuda", dtype=dtype)
+        arena = Arena(256 << 20, torch.device("cuda"))
         scale, longest, on_gpu = dk**-0.5, int(length.max()), length.cuda()
 
         def launch() -> None:
@@ -249,6 +251,7 @@ def attention() -> None:
                 start,  # noqa: B023
                 on_gpu,  # noqa: B023
                 out,  # noqa: B023
+                arena,  # noqa: B023
                 n_heads=heads,  # noqa: B023
                 n_kv_heads=kv_heads,  # noqa: B023
                 dk=dk,  # noqa: B023

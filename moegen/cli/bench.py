@@ -25,6 +25,7 @@ from moegen.cli.flags import (
 )
 from moegen.cli.groups import StrategyFlags, grouped
 from moegen.errors import InvalidInput
+from moegen.graph.checks import MOST
 from moegen.jobs.report import machine as machine_of
 
 if TYPE_CHECKING:
@@ -77,6 +78,15 @@ def bench(
             "--steps", min=1, metavar="N", help="How often each phase's step is executed."
         ),
     ] = 6,
+    mixed: Annotated[
+        str | None,
+        typer.Option(
+            "--mixed",
+            metavar="MIN:MAX",
+            help="Measure a prefill wave of prompts of MIN to MAX tokens too (their logarithms "
+            "spread evenly), with about as many tokens, such as 16:8192.",
+        ),
+    ] = None,
     device: Device = None,
     dtype: Dtype = None,
     gpu_memory: GpuMemory = None,
@@ -100,11 +110,13 @@ def bench(
 
         moegen bench mixtral-8x7b --load-format dummy --layers 4 --gpu-memory 24GiB --B 512
         moegen bench path/to/checkpoint --omega 0.5 --json
+        moegen bench path/to/checkpoint --mixed 16:8192
     """
     from moegen.bench import bench as measure  # loads pandas: not for every command
     from moegen.bench import plan_for_layers
 
     require_writable("--timeline", timeline)
+    lengths = None if mixed is None else _lengths(mixed)
     if layers is not None and load_format is LoadFormat.auto:
         raise InvalidInput("--layers needs --load-format dummy: a checkpoint is loaded whole")
     if load_format is LoadFormat.auto and not Path(model).is_dir():
@@ -142,7 +154,7 @@ def bench(
             notes = list(dict.fromkeys([*prepared.notes, *engine.notes]))
             warn(notes)
             notes = clipped + notes
-            phases = measure(engine, plan, prompt_len, gen_len, steps)
+            phases = measure(engine, plan, prompt_len, gen_len, steps, mixed=lengths)
     if as_json:
         print_json(
             {
@@ -153,7 +165,7 @@ def bench(
                 "device": prepared.device.type,
                 "dtype": prepared.model.dtype,
                 "plan": {"prefill": plan.prefill.to_dict(), "decode": plan.decode.to_dict()},
-                **{name: phase.to_dict() for name, phase in phases.items()},
+                **{name.replace(" ", "_"): phase.to_dict() for name, phase in phases.items()},
                 "machine": machine_of(prepared.hardware),
                 "notes": notes,
             }
@@ -163,6 +175,15 @@ def bench(
     if timeline is not None:
         phases["decode"].measured.save(timeline)
         say(f"Timeline of {len(phases['decode'].measured.steps)} decode steps: {timeline}")
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    shortest, _, longest = text.partition(":")
+    if not (shortest.isdecimal() and longest.isdecimal()):
+        raise InvalidInput(f"--mixed takes MIN:MAX, such as 16:8192, got {text!r}")
+    if not 1 <= int(shortest) <= int(longest) <= MOST:
+        raise InvalidInput(f"--mixed {text}: MIN is at least 1 and at most MAX")
+    return int(shortest), int(longest)
 
 
 def _prepare(

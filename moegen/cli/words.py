@@ -241,9 +241,12 @@ def _both_memories(f: Forecast) -> str:
 def benched(phases: dict[str, Phase]) -> Iterator[str]:
     """What was measured of a step of each phase."""
     for name, phase in phases.items():
-        brings = "prompt tokens" if name == "prefill" else "rows"
+        brings = "rows" if name == "decode" else f"prompt tokens, {_prompts(phase)}"
         measured = phase.measured.period_s
-        yield f"{name.capitalize()}: {phase.tokens_per_s:,.1f} tokens/s"
+        uniform = phases["prefill"].tokens_per_s
+        against = f", {phase.tokens_per_s / uniform - 1:+.1%} against prompts of one length"
+        head = f"{name.capitalize()}: {phase.tokens_per_s:,.1f} tokens/s"
+        yield head + (against if name == "mixed prefill" else "")
         yield f"  a step     {format_seconds(measured)} for {phase.tokens:,} {brings}"
         yield (
             f"  bound      {format_seconds(phase.bound.seconds)} for {part(phase.bound.binds)}: "
@@ -259,6 +262,14 @@ def benched(phases: dict[str, Phase]) -> Iterator[str]:
             over, busy, rate = (f"{_si(x)}{r.unit}/s" for x in (r.per_s, r.busy_per_s, r.rate))
             each = f"{_si(r.per_step)}{r.unit}"
             yield f"  {r.name:17} {each:>13} {over:>14} {r.busy_share:>5.0%} {busy:>14} {rate:>14}"
+
+
+def _prompts(phase: Phase) -> str:
+    shape = phase.graph.shape
+    assert shape is not None
+    least, most = min(shape.new), max(shape.new)
+    lengths = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{shape.rows:,} prompts of {lengths}"
 
 
 def _si(n: float) -> str:

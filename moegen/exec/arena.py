@@ -34,7 +34,11 @@ class Arena:
     ----------
     peak : int
         The most bytes that were given out at a time.
+    poison : bool
+        Fill what is given back with nonsense: a test's way to find what is used after that.
     """
+
+    poison = False
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.block = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -57,7 +61,7 @@ class Arena:
                 f"{format_bytes(self.block.numel())} in use: the ledger counts too little"
             )
         self._used = -(-end // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
-        self.peak = max(self.peak, end)
+        self.peak = max(self.peak, self._used)
         return self.block[start:end].view(dtype).view(shape)
 
     @contextmanager
@@ -67,4 +71,6 @@ class Arena:
         try:
             yield
         finally:
+            if self.poison:
+                self.block[before : self._used].fill_(0xFF)  # NaN as a float, -1 as an int
             self._used = before

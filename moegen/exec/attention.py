@@ -1,20 +1,18 @@
-"""Attention in torch: causal prefill over packed prompts, decode over views of the KV store.
+"""Decode attention in torch, over views of the KV store.
 
-Shape legend: T packed tokens, R rows, n tokens of a row, D width of a head. One token of a
-KV row is [K and V][kv head][D] for grouped queries, [latent | rope key] for a latent cache.
+Shape legend: R rows, n tokens of a row, D width of a head. One token of a KV row is
+[K and V][kv head][D] for grouped queries, [latent | rope key] for a latent cache.
 
 Every product goes through ``scaled_dot_product_attention``, which keeps scores and softmax
-in float32, and no copy of keys or values is ever made for the query heads that share them. In
-decode such heads are folded into the query length: KV is read once a group, which on a CPU is
-several times faster than ``enable_gqa``. Causal attention cannot fold them.
+in float32, and no copy of keys or values is ever made for the query heads that share them:
+such heads are folded into the query length. KV is read once a group, which on a CPU is several
+times faster than ``enable_gqa``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -53,59 +51,6 @@ class DecodeShape:
     def kv_width(self) -> int:
         """Numbers of a token in the KV store."""
         return self.dk if self.latent else self.n_kv_heads * (self.dk + self.dv)
-
-
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Causal attention of whole prompts that lie one behind the other.
-
-    Parameters
-    ----------
-    q : Tensor, [T, heads, D]
-    k, v : Tensor, [T, kv_heads, D] and [T, kv_heads, D_v]
-    lengths : sequence of int
-        Tokens of each prompt; they sum to T.
-    window : int, optional
-        Tokens a query sees, itself included.
-
-    Returns
-    -------
-    Tensor, [T, heads, D_v]
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    out = q.new_empty(q.shape[0], heads, v.shape[2])
-    start = 0
-    # Neighbours of equal length form a batch without a copy, and nothing is padded.
-    for n, run in groupby(lengths):
-        rows = len(list(run))
-        if n == 0:
-            continue
-        part = slice(start, start + rows * n)
-        start += rows * n
-        qb, kb, vb = (t[part].unflatten(0, (rows, n)).transpose(1, 2) for t in (q, k, v))
-        mask = None
-        if window is not None and n > window:
-            i = torch.arange(n, device=q.device)
-            mask = (i[:, None] >= i) & (i[:, None] < i + window)
-        attend = partial(
-            F.scaled_dot_product_attention, attn_mask=mask, is_causal=mask is None, scale=scale
-        )
-        to = out[part].unflatten(0, (rows, n)).transpose(1, 2)
-        if q.device.type != "cuda" or (mask is None and q.element_size() == 2):
-            to.copy_(attend(qb, kb, vb, enable_gqa=heads != kv_heads))
-            continue
-        # Of CUDA's fused kernels only those without masks and float32 know groups: give the
-        # others one query head of each group at a time.
-        group = heads // kv_heads
-        for j in range(group):
-            to[:, j::group].copy_(attend(qb[:, j::group], kb, vb))
-    return out
 
 
 def decode(shape: DecodeShape, q: Tensor, kv_views: Sequence[Tensor]) -> Tensor:

@@ -1,14 +1,26 @@
-"""The ring slots of one graph, and the small buffers between lanes, as tensors."""
+"""The ring slots of one graph, and the small buffers between lanes, as tensors.
+
+Those on the GPU share one block: the allocator rounds each request up.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
+from moegen.exec.arena import Arena
 from moegen.exec.lanes import empty_host
 from moegen.graph.sizes import BufferSizes, Capacity
 from moegen.graph.task import Ring, TaskGraph
+from moegen.graph.working import aligned
 
 __all__ = ["Buffers", "Capacity"]
+
+
+GPU_BUFFERS = (
+    "rows", "dense", "expert", "q", "new_kv", "kv", "attn_out", "counts", "tokens", "logits",
+)  # fmt: skip
 
 
 class Buffers:
@@ -27,6 +39,17 @@ class Buffers:
         Bring logits down with the tokens.
     """
 
+    rows: torch.Tensor
+    dense: torch.Tensor
+    expert: torch.Tensor
+    q: torch.Tensor
+    new_kv: torch.Tensor
+    kv: torch.Tensor
+    attn_out: torch.Tensor
+    counts: torch.Tensor
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
     def __init__(
         self,
         graph: TaskGraph,
@@ -43,27 +66,29 @@ class Buffers:
         self.rings = graph.rings
         self.device, self.dtype = device, dtype
         self.sizes = BufferSizes(model, strategy, graph.phase, capacity)
-        self.rows = self._gpu("rows")
         self.host_rows = self._host("rows")
-        # The weights know best how they are packed.
-        self.dense = self._gpu("dense", (dense_nbytes,))
-        self.expert = self._gpu("expert", (strategy.expert_group * expert_nbytes,))
-        self.q, self.new_kv = self._gpu("q"), self._gpu("new_kv")
-        self.kv = self._gpu("kv")
-        self.attn_out = self._gpu("attn_out")
         self.host_q, self.host_new_kv = self._host("host_q"), self._host("host_new_kv")
         self.host_attn = self._host("host_attn")
-        self.counts, self.host_counts = self._gpu("counts"), self._host("host_counts")
-        self.tokens, self.host_tokens = self._gpu("tokens"), self._host("host_tokens")
+        self.host_counts, self.host_tokens = self._host("host_counts"), self._host("host_tokens")
         # Logits stay within the GPU lane unless someone wants them.
-        kept = (capacity.rows if keep_logits else 0, model.vocab)
-        self.logits, self.host_logits = self._gpu("logits", kept), self._host("logits", kept)
+        kept = capacity.rows if keep_logits else 0
+        self.host_logits = self._host("logits", (kept, model.vocab))
+        # The weights know best how they are packed.
+        packed = {"dense": (dense_nbytes,), "expert": (strategy.expert_group * expert_nbytes,)}
+        shapes = {
+            name: (self._slots(name), *packed.get(name, self.sizes.pieces[name].shape))
+            for name in GPU_BUFFERS
+        }
+        block = Arena(
+            aligned(*(math.prod(x) * self._dtype(name).itemsize for name, x in shapes.items())),
+            device,
+        )
+        for name, shape in shapes.items():
+            setattr(self, name, block.take(*shape, dtype=self._dtype(name)))
 
-    def _gpu(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        piece = self.sizes.pieces[name]
-        slots = self.rings[piece.ring].slots if piece.ring in self.rings else 0
-        size = (slots, *(piece.shape if shape is None else shape))
-        return torch.empty(size, dtype=self._dtype(name), device=self.device)
+    def _slots(self, name: str) -> int:
+        ring = self.sizes.pieces[name].ring
+        return self.rings[ring].slots if ring in self.rings else 0
 
     def _host(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         size = self.sizes.pieces[name].shape if shape is None else shape

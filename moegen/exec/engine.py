@@ -270,6 +270,7 @@ class Engine:
             self.machinery,
             plan,
             frozenset() if ignore_eos else frozenset(self.model.eos_token_ids),
+            work=work,
             on_finish=finish,
             on_step=on_step,
             keep_logits=return_logits,

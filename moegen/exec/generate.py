@@ -26,6 +26,8 @@ from moegen.graph.build import build
 from moegen.graph.sizes import Capacity
 from moegen.graph.strategy import BARRIER_SHARE, Plan
 from moegen.graph.task import TaskGraph
+from moegen.graph.waves import deal, room
+from moegen.graph.workload import Workload
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
@@ -111,6 +113,9 @@ class Generation:
     machinery : Machinery
     plan : Plan
     eos : frozenset of int
+    work : Workload, optional
+        The job that batches are taken from: what bounds their waves. A batch is a job of its
+        own unless given.
     on_finish, on_step : callable, optional
         Called as rows end and as steps are done.
     keep_logits : bool
@@ -126,13 +131,14 @@ class Generation:
         plan: Plan,
         eos: frozenset[int],
         *,
+        work: Workload | None = None,
         on_finish: Callable[[SequenceState], None] | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         keep_logits: bool = False,
         delays: Delays | None = None,
         keep_steps: int = 8,
     ) -> None:
-        self.machinery, self.plan, self.eos = machinery, plan, eos
+        self.machinery, self.plan, self.eos, self.work = machinery, plan, eos, work
         self.on_finish, self.on_step = on_finish, on_step
         self.keep_logits, self.delays, self.keep_steps = keep_logits, delays, keep_steps
         self.timelines: list[Timeline] = []
@@ -151,23 +157,24 @@ class Generation:
             live = [s for s in live if s.finish is None]
 
     def _prefill(self, batch: Sequence[SequenceState], store: KVStore) -> None:
-        s = self.plan.prefill
-        size = min(s.B, len(batch))
-        waves = [batch[i : i + size] for i in range(0, len(batch), size)]
-        # Every wave has the layout of the first; the last may have empty places.
-        model = self.machinery.family.spec
-        graph = build(model, s, "prefill", lengths=[len(x.prompt) for x in waves[0]])
+        prompts = [len(x.prompt) for x in batch]
+        work = self.work or Workload.from_lengths(prompts, [x.max_new for x in batch])
+        most = room(self.plan.prefill, work, self.plan.decode.B)
+        waves = deal(prompts, most)
+        lengths = waves.lengths(prompts).tolist()
+        # Every wave has the layout of the first; others may have empty places.
+        s = self.plan.prefill.with_(b_a=waves.part_rows)
+        graph = build(self.machinery.family.spec, s, "prefill", lengths=lengths[0])
         assert graph.layout is not None
         layout = graph.layout
-        prompts = [[len(x.prompt) for x in wave] for wave in waves]
-        capacity = Capacity.most(Capacity.of("prefill", layout, new, new) for new in prompts)
+        capacity = Capacity.most(Capacity.of("prefill", layout, new, new) for new in lengths)
 
         def rows(index: int) -> tuple[Step, Sequence[SequenceState]] | None:
-            if index == len(waves):
+            if index == len(waves.rows):
                 return None
-            wave = waves[index]
-            live: list[Row | None] = [Row(x.start, 0, x.prompt) for x in wave]
-            return Step(layout, live + [None] * (size - len(wave))), wave
+            wave = [batch[i] if i >= 0 else None for i in waves.rows[index].tolist()]
+            places = [None if x is None else Row(x.start, 0, x.prompt) for x in wave]
+            return Step(layout, places), [x for x in wave if x is not None]
 
         self._steps(graph, store, capacity, rows)
 

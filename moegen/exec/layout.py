@@ -55,3 +55,15 @@ class Layout:
             name: flat[e.offset : e.offset + e.nbytes].view(e.dtype).view(e.shape)
             for name, e in self.entries.items()
         }
+
+    def stacked(self, flat: Tensor) -> dict[str, Tensor]:
+        """The same of several such buffers one behind the other: tensors [n, ...], not copied.
+
+        Their first stride is the buffer's size, whatever the tensor's own.
+        """
+        n = flat.numel() // self.nbytes
+        stacks = {}
+        for name, one in self.view(flat).items():
+            stride = self.nbytes // one.dtype.itemsize
+            stacks[name] = one.as_strided((n, *one.shape), (stride, *one.stride()))
+        return stacks

@@ -166,7 +166,7 @@ class Prepared:
         from moegen.exec.profile import machine_profile  # it runs an Engine itself
 
         known = self.rates or machine_profile(self.device, self.family.dtype, notes=self.notes)
-        memories = ("gpu_memory_bytes", "host_memory_bytes")
+        memories = ("gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes")
         source = known.source | {name: self.capacities.source.get(name, "") for name in memories}
         held = {name: getattr(self.capacities, name) for name in memories}
         return replace(known, **held, source=source)
@@ -201,7 +201,7 @@ class Prepared:
             prefill=plan.prefill.with_(B=min(plan.prefill.B, B)), decode=plan.decode.with_(B=B)
         )
         decode = self._ledger(plan.decode, work, "decode").require()
-        prefill = self._ledger(plan.prefill, work, "prefill").require()
+        prefill = self._ledger(plan.prefill, work, "prefill", batch=B).require()
         return Resolved(plan, prefill=prefill, decode=decode)
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -248,8 +248,8 @@ class Prepared:
         least = Strategy(B=1, b_a=1, b_e=1, kv_slots=1, dense_slots=1)
         self._ledger(least, Workload.uniform(1, 1, 1), "decode").host.require()
 
-    def _ledger(self, s: Strategy, work: Workload, phase: Any) -> Ledger:
-        ledger = memory(self.model, self.capacities, s, work, phase=phase)
+    def _ledger(self, s: Strategy, work: Workload, phase: Any, batch: int | None = None) -> Ledger:
+        ledger = memory(self.model, self.capacities, s, work, phase=phase, batch=batch)
         return ledger.beside("this process", self.process_bytes, "Python, torch and libraries")
 
 
@@ -315,4 +315,10 @@ def _capacities(
         if capacity is None:
             capacity = free_gpu_memory(device)
             source["gpu_memory_bytes"] = "measured: free on the GPU now"
-    return replace(hw, gpu_memory_bytes=capacity, host_memory_bytes=free, source=source)
+    return replace(
+        hw,
+        gpu_memory_bytes=capacity,
+        host_memory_bytes=free,
+        gpu_workspace_bytes=hw.gpu_workspace_bytes if device.type == "cuda" else None,
+        source=source,
+    )

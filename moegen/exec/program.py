@@ -8,25 +8,33 @@ routing) in `Scratch`; everything that crosses lanes is a ring slot in `Buffers`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moegen.errors import GraphError
+from moegen.exec.arena import Arena
 from moegen.exec.buffers import Buffers, Capacity
 from moegen.exec.decode_attention import CpuDecode
 from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
 from moegen.exec.kv import KVStore
+from moegen.exec.lanes import give_back_gpu_memory
+from moegen.exec.layout import Layout
 from moegen.exec.step import Span, Step
 from moegen.exec.transfer import transfer_for
 from moegen.exec.weights import HostWeights
-from moegen.graph.model import Phase
+from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import expert_range
-from moegen.graph.residency import residency
+from moegen.graph.residency import Residency, residency
 from moegen.graph.task import Task, TaskGraph, Value
+from moegen.graph.working import aligned, kept_pieces, working_bytes
+
+# Experts of one task with fewer tokens than this on average are computed in one product of
+# several matrices, by kind of device; elsewhere never.
+GROUPED_BELOW_TOKENS = {"cuda": 256}
 
 
 @dataclass
@@ -48,42 +56,58 @@ class Machinery:
     decode: CpuDecode
     resident_dense: dict[int, Tensor] = field(default_factory=dict)
     resident_experts: dict[int, Tensor] = field(default_factory=dict)
+    kept: Residency | None = None
 
     def keep(self, s_params: int) -> None:
-        """Bring the weights that ``s_params`` keeps to the device, and let go of others."""
+        """Bring the weights that ``s_params`` keeps to the device, in one block."""
         kept = residency(self.family.spec, s_params)
-        on_host = self.device.type == "cpu"
-        for layer, whole in enumerate(kept.dense):
-            if not whole:
-                self.resident_dense.pop(layer, None)
-            elif layer not in self.resident_dense:
-                blob = self.weights.dense[layer]
-                self.resident_dense[layer] = blob if on_host else blob.to(self.device)
-        for layer, n in enumerate(kept.experts):
-            held = self.resident_experts.get(layer)
-            if held is not None and len(held) == n:
-                continue
-            self.resident_experts.pop(layer, None)
-            blobs = self.weights.experts[layer]
-            if n and blobs is not None:
-                self.resident_experts[layer] = blobs[:n] if on_host else blobs[:n].to(self.device)
+        if kept == self.kept:
+            return
+        # All of it anew: what two layouts have in common would lie in the way of one block.
+        self.resident_dense, self.resident_experts = {}, {}
+        give_back_gpu_memory(self.device)
+        dense = {i: self.weights.dense[i] for i, whole in enumerate(kept.dense) if whole}
+        experts = {
+            i: blobs[:n]
+            for i, (blobs, n) in enumerate(zip(self.weights.experts, kept.experts, strict=True))
+            if n and blobs is not None
+        }
+        if self.device.type != "cpu":
+            sizes = [t.nbytes for t in (*dense.values(), *experts.values())]
+            block = Arena(aligned(*sizes), self.device)
+            dense, experts = (
+                {i: block.take(*t.shape, dtype=t.dtype).copy_(t) for i, t in some.items()}
+                for some in (dense, experts)
+            )
+        self.resident_dense, self.resident_experts, self.kept = dense, experts, kept
 
 
-@dataclass
 class Scratch:
     """Values that stay within the GPU lane, from one of its kernels to the next.
 
-    T tokens, R rows, H hidden, k experts a token.
+    T tokens, R rows, H hidden, E experts, k experts a token; each as large as the largest step
+    wants it. `moegen.graph.working` says which there are.
     """
 
-    x: Tensor = field(default_factory=lambda: torch.empty(0))  # residual stream [T, H]
-    h: Tensor = field(default_factory=lambda: torch.empty(0))  # normed [T, H]
-    order: Tensor = field(default_factory=lambda: torch.empty(0))  # token of each place [T k]
-    inverse: Tensor = field(default_factory=lambda: torch.empty(0))  # place of each choice [T, k]
-    gates: Tensor = field(default_factory=lambda: torch.empty(0))  # weights [T, k]
-    outputs: Tensor = field(default_factory=lambda: torch.empty(0))  # by expert [T k, H]
-    shared: Tensor | None = None  # [T, H]
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # [R, V]
+    x: Tensor  # residual stream [T, H]
+    h: Tensor  # normed [T, H]
+    cos: Tensor  # of this step's positions [T, rotated width / 2]
+    sin: Tensor
+    prompt_ends: Tensor  # running sums of each micro-batch's prompts [2 R], in prefill
+    ids: Tensor  # experts of each token [T, k]
+    gates: Tensor  # and their weights [T, k]
+    order: Tensor  # token of each place [T k]
+    inverse: Tensor  # place of each choice [T, k]
+    expert_ends: Tensor  # one past each expert's last place [E]
+    outputs: Tensor  # by expert [T k, H]
+    shared: Tensor  # [T, H]
+
+    def __init__(
+        self, model: ModelSpec, phase: Phase, capacity: Capacity, dtype: torch.dtype, arena: Arena
+    ) -> None:
+        kinds = {"activation": dtype, "float32": torch.float32, "int32": torch.int32}
+        for name, piece in kept_pieces(model, phase, capacity).items():
+            setattr(self, name, arena.take(*piece.shape, dtype=kinds[piece.kind]))
 
 
 class Program:
@@ -135,7 +159,14 @@ class Program:
             device=machinery.device,
             keep_logits=keep_logits,
         )
-        self.scratch = Scratch()
+        self.arena = Arena(
+            working_bytes(self.model, self.strategy, self.phase, capacity), machinery.device
+        )
+        self.scratch = Scratch(self.model, self.phase, capacity, machinery.family.dtype, self.arena)
+        self.grouped_below = GROUPED_BELOW_TOKENS.get(machinery.device.type, 0)
+        # The row table's columns of the step that each of its slots holds.
+        self._columns: dict[int, tuple[Step, dict[str, Tensor]]] = {}
+        self._views: dict[Hashable, dict[str, Tensor]] = {}
         self._ranks = Counter(t.id.layer for t in graph.tasks if t.id.op == "expert")
         for layer in self._ranks:
             self._ranks[layer] *= graph.strategy.expert_group
@@ -197,8 +228,16 @@ class Program:
 
     def columns(self, step: Step, index: int) -> dict[str, Tensor]:
         """The step's row table on the device, by column."""
-        ring = self.graph.rings["rows"]
-        return step.columns(self.buffers.rows[ring.slot(index, 0)])
+        slot = self.graph.rings["rows"].slot(index, 0)
+        known = self._columns.get(slot)
+        if known is None or known[0] is not step:
+            known = self._columns[slot] = step, step.columns(self.buffers.rows[slot])
+        return known[1]
+
+    def prompt_ends(self, microbatch: int, span: Span) -> Tensor:
+        """Running sums, from 0, of the prompts of a wave's micro-batch: int32 [rows + 1]."""
+        first = span.r0 + microbatch
+        return self.scratch.prompt_ends[first : first + span.rows + 1]
 
     def history(self, task: Task, step: Step, index: int) -> tuple[Tensor, Tensor, Tensor]:
         """Where the GPU rows of ``task`` have their history: first token in the store, tokens,
@@ -216,8 +255,23 @@ class Program:
         layer = task.id.layer
         layout = self.machinery.weights.dense_layouts[layer]
         if self.kept.dense[layer]:
-            return layout.view(self.machinery.resident_dense[layer])
-        return layout.view(self.buffers.dense[self.slot("dense_weights", task, index)])
+            resident = self.machinery.resident_dense[layer]
+            return self._named(layout.view, layout, ("dense", layer), lambda: resident)
+        slot = self.slot("dense_weights", task, index)
+        return self._named(layout.view, layout, slot, lambda: self.buffers.dense[slot])
+
+    def _named(
+        self,
+        view: Callable[[Tensor], dict[str, Tensor]],
+        layout: Layout,
+        where: Hashable,
+        flat: Callable[[], Tensor],
+    ) -> dict[str, Tensor]:
+        """Views of the bytes at ``where``, made once: they never move, and a view costs Python."""
+        key = id(layout), where
+        if key not in self._views:
+            self._views[key] = view(flat())
+        return self._views[key]
 
     def experts(self, task: Task, step: Step | None) -> Sequence[int]:
         """The experts that an ``expert`` or ``copy_expert`` task stands for in this step."""
@@ -240,15 +294,45 @@ class Program:
         layout = self.machinery.weights.expert_layouts[layer]
         assert layout is not None
         if expert < self.kept.experts[layer]:
-            return layout.view(self.machinery.resident_experts[layer][expert])
-        slot = self.buffers.expert[self.slot("expert_weights", task, index)]
-        return layout.view(self.expert_place(slot, layer, place))
+            resident = self.machinery.resident_experts[layer]
+            return self._named(layout.view, layout, (layer, expert, 1), lambda: resident[expert])
+        slot = self.slot("expert_weights", task, index)
+        return self._named(
+            layout.view,
+            layout,
+            (slot, place),
+            lambda: self.expert_place(self.buffers.expert[slot], layer, place),
+        )
 
-    def expert_place(self, slot: Tensor, layer: int, place: int) -> Tensor:
-        """Bytes of the ``place``-th expert in a slot."""
+    def stacked_weights(
+        self, task: Task, index: int, place: int, experts: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Weights of neighbouring experts of a task, from its ``place``-th on, as stacks."""
+        layer, n = task.id.layer, len(experts)
         layout = self.machinery.weights.expert_layouts[layer]
         assert layout is not None
-        return slot[place * layout.nbytes : (place + 1) * layout.nbytes]
+        first = experts[0]
+        if first < self.kept.experts[layer]:
+            resident = self.machinery.resident_experts[layer]
+            return self._named(
+                layout.stacked,
+                layout,
+                (layer, first, n),
+                lambda: resident[first : first + n].view(-1),
+            )
+        slot = self.slot("expert_weights", task, index)
+        return self._named(
+            layout.stacked,
+            layout,
+            ("stack", slot, place, n),
+            lambda: self.expert_place(self.buffers.expert[slot], layer, place, n),
+        )
+
+    def expert_place(self, slot: Tensor, layer: int, place: int, n: int = 1) -> Tensor:
+        """Bytes of ``n`` experts in a slot, from the ``place``-th on."""
+        layout = self.machinery.weights.expert_layouts[layer]
+        assert layout is not None
+        return slot[place * layout.nbytes : (place + n) * layout.nbytes]
 
     def sampled(self, step: Step) -> list[int]:
         """The step's tokens, by live row; they are on the host."""

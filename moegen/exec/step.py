@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -82,6 +84,7 @@ class Step:
         live = [row for row in rows if row is not None]
         self.rows = live
         self.counts: dict[int, list[int]] = {}
+        self._places: dict[int, list[int]] = {}
         new = np.array([len(r.ids) for r in live], dtype=np.int64)
         past = np.array([r.past for r in live], dtype=np.int64)
         start = np.array([r.start for r in live], dtype=np.int64)
@@ -122,7 +125,7 @@ class Step:
             spans.append(Span(r0, r1, int(tokens[r0]), int(tokens[r1]), longest))
         return spans[0], tuple(spans[1:]), slot_start
 
-    @property
+    @cached_property
     def everything(self) -> Span:
         """All live rows."""
         longest = int(self.length.max()) if self.n_rows else 0
@@ -136,6 +139,12 @@ class Step:
     def gpu(self) -> Span:
         """The rows that attend on the GPU."""
         return Span(self.cpu.r1, self.n_rows, self.cpu.t1, self.n_tokens, 0)
+
+    def places(self, layer: int) -> list[int]:
+        """Where each expert's choices begin among all of ``layer``, and where the last ends."""
+        if layer not in self._places:
+            self._places[layer] = list(accumulate(self.counts[layer], initial=0))
+        return self._places[layer]
 
     def columns(self, table: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a copy of the table, by column."""

@@ -19,6 +19,7 @@ from moegen.graph.shape import Shape
 from moegen.graph.sizes import BufferSizes, Capacity
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Layout, Ring, Task, TaskGraph, TaskId, Value
+from moegen.graph.waves import even
 
 SCHEDULES = ("module",)
 HOST_VALUES = ("host_tokens", "host_counts")
@@ -107,8 +108,11 @@ def lay_out(s: Strategy, phase: Phase, shape: Shape, slot_tokens: int | None = N
 
     In decode the CPU takes the leading rows whose KV bytes come nearest to ω of all;
     micro-batches have at most ``s.b_a`` rows and ``slot_tokens`` tokens (a row longer
-    than that has a micro-batch of its own).
+    than that has a micro-batch of its own). Prefill's have rows as alike as can be, as
+    `moegen.graph.waves` deals them, where only ``s.b_a`` limits them.
     """
+    if phase == "prefill" and slot_tokens is None:
+        return Layout(0, tuple(even(shape.rows, -(-shape.rows // s.b_a))))
     if phase == "decode":
         lengths = [n + 1 for n in shape.past]
         cpu = _leading_rows(lengths, s.omega)

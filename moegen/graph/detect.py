@@ -10,6 +10,7 @@ from typing import Any
 
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.host_memory import total_bytes
+from moegen.units import MIB
 
 # PCIe data rate of one lane by generation, after encoding, bytes per second.
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -61,6 +62,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         "cpu_attn_flops": n_cores * 25e9,
         "host_bytes_per_s": min(n_cores * 6e9, 150e9),
         "cpu_attn_bytes_per_s": min(n_cores * 6e9, 100e9),
+        "gpu_workspace_bytes": 32 * MIB,
     }
     source = {
         "name": "host name",
@@ -74,6 +76,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         "cpu_attn_flops": "assumed: 25 GFLOP/s a core",
         "host_bytes_per_s": "assumed: 6 GB/s a core, at most 150 GB/s",
         "cpu_attn_bytes_per_s": "assumed: 6 GB/s a core, at most 100 GB/s",
+        "gpu_workspace_bytes": "assumed: torch's workspace for cuBLAS on Hopper, the largest",
     }
     found = _gpu()
     if isinstance(found, str):
@@ -88,6 +91,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
             "h2d_bytes_per_s": values["host_bytes_per_s"] / 2,
             "d2h_bytes_per_s": values["host_bytes_per_s"] / 2,
             "zero_copy_bytes_per_s": values["host_bytes_per_s"] / 2,
+            "gpu_workspace_bytes": None,
         }
         gpu_source = dict.fromkeys(gpu, why)
     else:

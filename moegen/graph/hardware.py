@@ -12,10 +12,13 @@ from typing import Any
 import yaml
 
 from moegen.errors import InvalidInput
-from moegen.units import format_bytes, format_seconds
+from moegen.units import MIB, format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
-_OPTIONAL = {"task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "price_usd", "power_w"}
+_OPTIONAL = {
+    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "gpu_workspace_bytes", "price_usd",
+    "power_w",
+}  # fmt: skip
 _TEXT = {"name", "gpu_name", "cpu_name"}
 
 
@@ -61,6 +64,9 @@ class HardwareSpec:
     cpu_call_s, gpu_call_s : float or None
         What a run of rows of one length costs decode attention beside its KV, on the CPU, and on
         the GPU lane where threads of the CPU stand in for a GPU; None where that is left out.
+    gpu_workspace_bytes : float or None
+        What torch gives the matrix libraries to work in; None where threads of the CPU stand in
+        for a GPU, and nothing but what is asked for is taken.
     price_usd, power_w : float or None
         Of the whole machine, where known.
     source : dict
@@ -89,6 +95,7 @@ class HardwareSpec:
     task_s: float | None = None
     cpu_call_s: float | None = None
     gpu_call_s: float | None = None
+    gpu_workspace_bytes: float | None = 32.0 * MIB  # on a Hopper GPU; others get less
     price_usd: float | None = None
     power_w: float | None = None
     source: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -284,7 +291,9 @@ def _reached(curve: tuple[tuple[float, float], ...]) -> str:
 
 
 # What no prediction rests on, or a plan alone.
-_NO_RATES = {"gpu_memory_bytes", "host_memory_bytes", "price_usd", "power_w"}
+_NO_RATES = {
+    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "price_usd", "power_w",
+}  # fmt: skip
 # What print() shows: the field, what to call it, and its value for people.
 _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("gpu_memory_bytes", "GPU memory", format_bytes),
@@ -305,6 +314,7 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("task_s", "host code of a task", format_seconds),
     ("cpu_call_s", "call of CPU attention", format_seconds),
     ("gpu_call_s", "call on the GPU lane", format_seconds),
+    ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
 )

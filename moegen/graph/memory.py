@@ -1,9 +1,9 @@
 """The only byte accounting: Eq. 2 (host) and Eq. 3 (GPU) of MoE-Gen as a ledger, line by line.
 
 A ledger is an upper bound on what a run holds, whatever the order of its rows: buffers by
-`moegen.graph.sizes`, what ops hold beside them by `moegen.graph.working`. What the allocator,
-the libraries' workspaces and the CUDA context take on top is not known here and not counted,
-nor are the copies of logits that someone asks to keep.
+`moegen.graph.sizes`, what ops work in by `moegen.graph.working`, what the GPU's allocator and
+libraries add by `moegen.graph.allocator`. The CUDA context, with the code of kernels, is
+outside: it lies in no process's allocator. So are copies of logits that someone asks to keep.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.allocator import SMALL_BYTES, library_bytes, reserved_bytes
 from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec, Phase
@@ -25,7 +26,7 @@ from moegen.graph.sizes import (
     packed_bytes,
 )
 from moegen.graph.strategy import Strategy
-from moegen.graph.working import routing_bytes, temporaries
+from moegen.graph.working import aligned, kept_bytes, largest_frame
 from moegen.graph.workload import Workload
 from moegen.units import GIB, format_bytes
 
@@ -48,6 +49,7 @@ _REMEDY = {
     "KV slots": "a smaller b_a or fewer kv_slots",
     "row table": "a smaller B",
     "hidden states": "a smaller B",
+    "positions": "a smaller B",
     "queries, keys and values": "a smaller B (decode) or b_a (prefill)",
     "attention output": "a smaller B (decode) or b_a (prefill)",
     "routing": "a smaller B",
@@ -55,9 +57,14 @@ _REMEDY = {
     "shared experts' output": "a smaller B",
     "logits": "a smaller B",
     "temporaries": "a smaller b_e, b_a (prefill) or B",
+    "libraries": "a GPU with more memory",
+    "allocator": "a GPU with more memory",
 }
 # Lines that no strategy changes.
-_FIXED = {"weights", "weights as packed", "embedding and output matrix", "this process"}
+_FIXED = {
+    "weights", "weights as packed", "embedding and output matrix", "this process", "libraries",
+    "allocator",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,13 @@ class Ledger:
 
 
 def memory(
-    model: ModelSpec, hw: HardwareSpec, s: Strategy, work: Workload, *, phase: Phase = "decode"
+    model: ModelSpec,
+    hw: HardwareSpec,
+    s: Strategy,
+    work: Workload,
+    *,
+    phase: Phase = "decode",
+    batch: int | None = None,
 ) -> Ledger:
     """What a strategy puts into host and GPU memory.
 
@@ -207,6 +220,9 @@ def memory(
         The phase ``s`` is for. Rows are counted at the lengths of the longest B rows of the
         workload (b_a for a micro-batch), and as many on the CPU, and on the GPU, as any
         order of the rows leads to.
+    batch : int, optional
+        Prefill: rows that are dealt out to waves together, which is decode's B. Unless given
+        a wave is taken to be the longest B rows themselves.
 
     Returns
     -------
@@ -220,11 +236,11 @@ def memory(
     """
     if phase not in ("decode", "prefill"):
         raise InvalidInput(f'phase must be "decode" or "prefill", got {phase!r}')
-    need = _Need(model, s, work, phase)
+    need = _Need(model, s, work, phase, batch)
     return Ledger(
         f"{model.name} on {hw.name}, {phase}, B={s.B}",
         Section("host", int(hw.host_memory_bytes), _lines(need.host())),
-        Section("gpu", int(hw.gpu_memory_bytes), _lines(need.gpu())),
+        Section("gpu", int(hw.gpu_memory_bytes), _lines(need.gpu(hw.gpu_workspace_bytes))),
     )
 
 
@@ -245,12 +261,14 @@ def _lines(entries: list[tuple[str, int, str]]) -> tuple[Line, ...]:
 class _Need:
     """The quantities that the lines of a ledger are made of."""
 
-    def __init__(self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase) -> None:
+    def __init__(
+        self, model: ModelSpec, s: Strategy, work: Workload, phase: Phase, batch: int | None
+    ) -> None:
         self.model, self.s = model, s
         self.phase: Phase = phase
         self.kept = residency(model, s.s_params)
         self.store_tokens = work.longest(s.B)
-        self.most = Capacity.worst(s, work, phase)
+        self.most = Capacity.worst(s, work, phase, batch)
         self.sizes = BufferSizes(model, s, phase, self.most)
 
     def host(self) -> list[tuple[str, int, str]]:
@@ -277,21 +295,29 @@ class _Need:
             (
                 "row table",
                 2 * sizes.slot_bytes("rows") + sizes.ring_bytes("host_counts", "host_tokens"),
-                f"{self.s.B} rows, made and pinned; counts by expert, tokens",
+                f"{self.most.rows} rows, made and pinned; counts by expert, tokens",
             ),
         ]
 
-    def gpu(self) -> list[tuple[str, int, str]]:
+    def gpu(self, workspace_bytes: float | None) -> list[tuple[str, int, str]]:
         m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most
-        padding = sum(
-            resident * (dense_blob_bytes(m, x) - x.dense_bytes)
-            + n * (expert_blob_bytes(m, x) - x.expert_bytes - x.expert_scale_bytes)
+        packed = sum(
+            aligned(resident * dense_blob_bytes(m, x)) + aligned(n * expert_blob_bytes(m, x))
             for x, resident, n in zip(m.layers, kept.dense, kept.experts, strict=True)
         )
-        needed = temporaries(m, self.phase, most, s.b_e)
-        a, hidden, tokens, staged = m.act_bytes, m.hidden, most.tokens, most.staged_tokens
+        own, frame = kept_bytes(m, self.phase, most), largest_frame(m, s, self.phase, most)
+        tokens, staged = most.tokens, most.staged_tokens
         top_k = max(x.top_k for x in m.layers)
-        shared = any(x.shared_params for x in m.layers)
+        # What is asked of the allocator, block by block, and what it takes for that.
+        rings = sizes.block_bytes
+        blocks = (m.head_bytes, packed, rings, sum(own.values()) + frame.bytes)
+        in_slots = sizes.ring_bytes(
+            *(name for name, ring in sizes.rings.items() if ring[2] == "gpu")
+        )
+        libraries, taken = 0, sum(blocks)
+        if workspace_bytes is not None:
+            libraries = library_bytes(m, workspace_bytes)
+            taken = sum(map(reserved_bytes, blocks)) + SMALL_BYTES
 
         def slots(ring: str, name: str) -> str:
             n = sizes.slots(ring)
@@ -300,7 +326,7 @@ class _Need:
         return [
             (
                 "resident weights",
-                kept.bytes + padding,
+                packed,
                 f"{sum(kept.dense)} dense blobs, {sum(kept.experts)} experts (S_Params)",
             ),
             ("embedding and output matrix", m.head_bytes, "always on the GPU"),
@@ -318,24 +344,23 @@ class _Need:
             (
                 "row table",
                 sizes.ring_bytes("rows", "counts", "tokens"),
-                f"{s.B} rows; counts by expert, tokens",
+                f"{most.rows} rows; counts by expert, tokens",
             ),
-            ("hidden states", 2 * tokens * hidden * a, f"{tokens} tokens: residual and normed"),
+            ("hidden states", own["hidden states"], f"{tokens} tokens: residual and normed"),
+            ("positions", own["positions"], f"{tokens} tokens: rotary angles"),
             ("queries, keys and values", sizes.ring_bytes("qkv"), f"2 of {staged} tokens"),
             ("attention output", sizes.ring_bytes("attn_out"), f"{staged} tokens"),
-            (
-                "routing",
-                max(routing_bytes(x, tokens) for x in m.layers),
-                f"{tokens} x {top_k} choices, sorted",
-            ),
-            ("outputs by expert", tokens * top_k * hidden * a, f"{tokens} x {top_k}"),
-            ("shared experts' output", shared * tokens * hidden * a, f"{tokens} tokens"),
-            ("logits", sizes.ring_bytes("logits"), f"{s.B} rows"),
+            ("routing", own.get("routing", 0), f"{tokens} x {top_k} choices, sorted"),
+            ("outputs by expert", own.get("outputs by expert", 0), f"{tokens} x {top_k}"),
+            ("shared experts' output", own.get("shared experts' output", 0), f"{tokens} tokens"),
+            ("logits", sizes.ring_bytes("logits"), f"{most.rows} rows"),
             (
                 "temporaries",
-                needed.bytes,
-                f"{needed.op} takes most: {needed.tokens} {_UNIT.get(needed.op, 'tokens')} at once",
+                frame.bytes,
+                f"{frame.op} takes most: {frame.n} {_UNIT.get(frame.op, 'tokens')} at once",
             ),
+            ("libraries", libraries, "workspaces for products of matrices"),
+            ("allocator", taken - sum(blocks) + rings - in_slots, "rounding of all this"),
         ]
 
 

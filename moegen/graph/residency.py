@@ -84,3 +84,8 @@ def ring_slots(model: ModelSpec, s: Strategy, kept: Residency | None = None) -> 
         "dense_weights": min(s.dense_slots, kept.dense.count(False)),
         "kv": s.kv_slots,
     }
+
+
+def layer_slots(model: ModelSpec, s: Strategy) -> int:
+    """Slots, of ``expert_group`` experts each, that hold all experts of a layer."""
+    return -(-max(layer.n_experts for layer in model.layers) // s.expert_group)

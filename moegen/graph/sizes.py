@@ -17,12 +17,15 @@ from moegen.graph.model import Layer, ModelSpec, Phase
 from moegen.graph.residency import ring_slots
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Layout
+from moegen.graph.waves import room
 from moegen.graph.workload import Workload
 
 # The row table: int64 columns of a step's tokens and of its rows.
 TOKEN_COLUMNS, ROW_COLUMNS = 3, 5
 # Tensors of a blob begin at multiples of so many bytes, and no dense blob has more tensors.
 ALIGN_BYTES, MOST_TENSORS = 64, 16
+# Tensors that share a block of GPU memory begin at multiples of this.
+BLOCK_ALIGN_BYTES = 256
 # Families whose router is kept and computed in float32 whatever the model's dtype.
 FLOAT32_ROUTER = frozenset({"deepseek_v2"})
 
@@ -89,8 +92,25 @@ class Capacity:
         return cls(*(max(column) for column in columns))
 
     @classmethod
-    def worst(cls, s: Strategy, work: Workload, phase: Phase) -> Capacity:
-        """What any batch of the workload's rows asks for, in any order, at any of its steps."""
+    def worst(cls, s: Strategy, work: Workload, phase: Phase, batch: int | None = None) -> Capacity:
+        """What any batch of the workload's rows asks for, in any order, at any of its steps.
+
+        Parameters
+        ----------
+        batch : int, optional
+            Prefill: so many rows at most are dealt out to waves together (decode's B). Unless
+            given a wave is any B rows, in any order.
+        """
+        if phase == "prefill" and batch is not None:
+            most = room(s, work, batch)
+            return cls(
+                rows=most.rows,
+                tokens=most.tokens,
+                staged_tokens=most.part_tokens,
+                slot_tokens=0,
+                part_rows=most.part_rows,
+                longest=work.max_prompt_len,
+            )
         if phase == "prefill":
             part = min(s.b_a, s.B)
             return cls(
@@ -198,6 +218,16 @@ class BufferSizes:
             "host_tokens": Piece("host_tokens", (c.rows,), "int64"),
         }
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block with every slot of every ring on the GPU, each tensor aligned."""
+        return sum(
+            -(-self.slots(piece.ring) * self._piece_bytes(piece) // BLOCK_ALIGN_BYTES)
+            * BLOCK_ALIGN_BYTES
+            for piece in self.pieces.values()
+            if not piece.ring.startswith("host_")
+        )
+
     def slots(self, ring: str) -> int:
         """Slots of a ring, as the strategy asks for them; a step may use fewer."""
         wanted = ring_slots(self.model, self.strategy) | {"qkv": 2}
@@ -205,12 +235,11 @@ class BufferSizes:
 
     def slot_bytes(self, ring: str) -> int:
         """Bytes of one slot of a ring."""
+        return sum(self._piece_bytes(p) for p in self.pieces.values() if p.ring == ring)
+
+    def _piece_bytes(self, piece: Piece) -> int:
         size = {"activation": self.model.act_bytes, "int64": 8, "byte": 1}
-        return sum(
-            math.prod(piece.shape) * size[piece.kind]
-            for piece in self.pieces.values()
-            if piece.ring == ring
-        )
+        return math.prod(piece.shape) * size[piece.kind]
 
     def ring_bytes(self, *rings: str) -> int:
         """Bytes of all slots of rings."""

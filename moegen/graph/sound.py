@@ -17,14 +17,22 @@ from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
-from moegen.graph.strategy import Plan, Strategy
+from moegen.graph.residency import layer_slots
+from moegen.graph.seconds import products_s, streamed_bytes
+from moegen.graph.sound_waves import expert_group, prefill_strategy
+from moegen.graph.strategy import Fetch, Plan, Strategy
 from moegen.graph.workload import Workload
 
 # Left free for what a ledger does not see: the CUDA context and the allocator's rounding on
 # the GPU; the process itself and the page cache on the host.
 GPU_SHARE, HOST_SHARE = 0.9, 0.95
 EXPERT_TILE = 8192
-PREFILL_TOKENS = 32768
+# With routed fetch the link waits, in each layer, for what leads to the routing: about so many
+# tasks one after another, each so long for host code alone where no rate says it.
+CHAIN_TASKS, TASK_S = 12, 1e-4
+# It has to save a tenth of a layer's time: rates are rough, and a task for each expert is more
+# work for the host than one for a group.
+ROUTED_SHARE = 0.9
 
 
 def sound_plan(
@@ -49,7 +57,7 @@ def sound_plan(
     hw = _with_headroom(hw)
     with _saying_what_is_left_free():
         decode = _decode(model, hw, work, dict(fixed or {}))
-        return Plan(prefill=_prefill(model, hw, work, decode), decode=decode)
+        return Plan(prefill=prefill_strategy(model, hw, work, decode), decode=decode)
 
 
 def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strategy) -> Strategy:
@@ -61,7 +69,7 @@ def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: St
         If not even a wave of one prompt fits the GPU.
     """
     with _saying_what_is_left_free():
-        return _prefill(model, _with_headroom(hw), work, decode)
+        return prefill_strategy(model, _with_headroom(hw), work, decode)
 
 
 @contextmanager
@@ -98,13 +106,13 @@ def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str,
     if "B" in fixed:
         fixed = fixed | {"B": min(fixed["B"], work.n)}
     B = fixed.get("B") or greatest(1, work.n, host_fits)
-    spec = model.layers[model.moe_layers[0]] if model.moe_layers else model.layers[0]
-    fetch = "routed" if B * spec.top_k <= spec.n_experts // 2 else "all"
+    fetch = fixed.get("fetch") or _fetch(model, hw, work, B)
+    group = 1 if fetch == "routed" else expert_group(model)
     for slots, b_a, tile in itertools.product(
         (2, 1), (256, 64, 16, 4, 1), (EXPERT_TILE, 1024, 256)
     ):
         wide = {"b_a": min(b_a, B), "b_e": tile, "kv_slots": slots, "dense_slots": slots}
-        s = Strategy(B=B, omega=0.5, fetch=fetch, **wide).with_(**fixed)
+        s = Strategy(B=B, omega=0.5, fetch=fetch, expert_group=group, **wide).with_(**fixed)
         if memory(model, hw, s, work).fits:
             s = _spend(model, hw, work, s, fixed)
             return s if "omega" in fixed else _balance(model, hw, work, s)
@@ -118,14 +126,17 @@ def _spend(
     """Give spare GPU memory to expert slots up to one layer's, then to resident weights."""
     if not model.moe_layers:
         return s
-    layer = model.layers[model.moe_layers[0]]
     if "s_expert" not in fixed:
+        slot = s.expert_group * model.expert_bytes
+        most = layer_slots(model, s)
+        if s.fetch == "routed":
+            # What is not known to be needed is not copied ahead.
+            active = s.B * model.layers[model.moe_layers[0]].top_k
+            most = min(most, -(-active // s.expert_group))
         slots = greatest(
-            1,
-            layer.n_experts,
-            lambda n: memory(model, hw, s.with_(s_expert=n * layer.expert_bytes), work).gpu.fits,
+            1, most, lambda n: memory(model, hw, s.with_(s_expert=n * slot), work).gpu.fits
         )
-        s = s.with_(s_expert=slots * layer.expert_bytes)
+        s = s.with_(s_expert=slots * slot)
     if "s_params" in fixed:
         return s
     spare = max(0, memory(model, hw, s, work).gpu.free_bytes)
@@ -141,7 +152,7 @@ def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) ->
 
     In that chain the GPU's products wait for attention, which CPU and GPU do side by side.
     """
-    streamed = _streamed(model, s)
+    streamed = streamed_bytes(model, s)
     # A row is halfway through its answer on average.
     tokens = s.B * (2 * work.prompt_tokens + work.gen_tokens) / (2 * work.n)
     kv = tokens * model.kv_bytes_per_token
@@ -152,7 +163,7 @@ def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) ->
     on_cpu = calls * (hw.cpu_call_s or 0.0)
     on_cpu += max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
     on_gpu = calls * (hw.gpu_call_s or 0.0) + kv / hw.gpu_bytes_per_s
-    products = _products_s(model, hw, s.B)
+    products = products_s(model, hw, s.B)
 
     def busiest(omega: float) -> float:
         link = (streamed + (1 - omega) * kv) / hw.h2d_bytes_per_s
@@ -164,44 +175,24 @@ def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) ->
     return chosen if memory(model, hw, chosen, work).fits else s.with_(omega=0.5)
 
 
-def _products_s(model: ModelSpec, hw: HardwareSpec, B: int) -> float:
-    """What the GPU's products of a decode step take, weights at hand."""
-    total_s = 0.0
-    for x in model.layers:
-        each = B * x.top_k / max(1, x.n_experts)  # tokens of an expert
-        dense, experts = 2.0 * B * x.dense_params, 2.0 * B * x.top_k * x.expert_params
-        by_flops = (dense / hw.efficiency(B) + experts / hw.efficiency(each)) / hw.gpu_flops
-        total_s += max(by_flops, x.weight_bytes / hw.gpu_bytes_per_s)
-    return total_s
+def _fetch(model: ModelSpec, hw: HardwareSpec, work: Workload, B: int) -> Fetch:
+    """Whether the experts that B rows are expected to choose are soon enough copied alone.
 
-
-def _prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: Strategy) -> Strategy:
-    base = decode.with_(omega=0.0, fetch="all")
-    longest = max(1, work.max_prompt_len)
-    wanted = max(1, min(decode.B, PREFILL_TOKENS // longest))
-    shares = (
-        (decode.s_expert, decode.s_params),
-        (decode.s_expert, decode.s_params // 2),
-        (decode.s_expert, 0),
-        (0, 0),
-    )
-    waves = dict.fromkeys(max(1, wanted // part) for part in (1, 2, 4, 16, wanted))
-    fitting = []
-    for (s_expert, s_params), rows in itertools.product(shares, waves):
-        part = max(1, min(rows, 4096 // longest))
-        for tile in dict.fromkeys((decode.b_e, min(decode.b_e, 256))):
-            s = base.with_(B=rows, b_a=part, b_e=tile, s_expert=s_expert, s_params=s_params)
-            if memory(model, hw, s, work, phase="prefill").gpu.fits:
-                fitting.append(s)
-                break
-    if fitting:
-        # Every wave copies what does not stay on the GPU; of equals the first.
-        return min(fitting, key=lambda s: -(-decode.B // s.B) * _streamed(model, s))
-    s = base.with_(B=1, b_a=1, b_e=256, s_expert=0, s_params=0)
-    memory(model, hw, s, work, phase="prefill").gpu.require()
-    return s
-
-
-def _streamed(model: ModelSpec, s: Strategy) -> int:
-    """Bytes of weights that a step copies to the GPU."""
-    return max(0, model.weight_bytes - model.head_bytes - s.s_params)
+    Copied ahead, all of a layer's experts cross the link while its chain runs; copied once they
+    are chosen, the link waits for the chain, and then few cross. Of Mixtral-8x7B at 55 GB/s all 8
+    take 51 ms; one row chooses 2, which are there after 1.5 + 13 ms, and 32 rows choose all.
+    """
+    if not model.moe_layers:
+        return "all"
+    layer = model.layers[model.moe_layers[0]]
+    n = layer.n_experts
+    active = n * (1 - (1 - layer.top_k / n) ** B)
+    tokens = B * (2 * work.prompt_tokens + work.gen_tokens) / (2 * work.n)
+    kv, flops = layer.kv_bytes_per_token * tokens, layer.attention.decode_flops(1) * tokens
+    chain_s = CHAIN_TASKS * (hw.task_s or TASK_S)
+    chain_s += max(kv / hw.cpu_attn_bytes_per_s, flops / hw.cpu_attn_flops)
+    dense_s = layer.dense_bytes / hw.h2d_bytes_per_s
+    expert_s = hw.copy_latency_s + model.expert_bytes / hw.h2d_bytes_per_s
+    routed_s = max(chain_s, dense_s) + active * expert_s
+    all_s = max(chain_s, dense_s + n * expert_s)
+    return "routed" if routed_s < ROUTED_SHARE * all_s else "all"

@@ -15,6 +15,8 @@ from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import BARRIER_SHARE, Plan, Strategy
 from moegen.graph.task import Lane, TaskGraph
+from moegen.graph.waves import Room, deal, room
+from moegen.graph.workload import Workload
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
 from moegen.timeline import Timeline
@@ -68,9 +70,10 @@ def estimate_job(
     """How long the executor takes to answer prompts by ``plan``, if the cost model is right.
 
     Follows `moegen.exec.generate`: batches of ``plan.decode.B`` rows in order; each is
-    prefilled in waves of ``plan.prefill.B`` prompts and then decoded in layouts, anew whenever
-    half of the rows it was laid out for have ended. The first step of a layout counts from
-    where nothing is prefetched, the others from the end of the one before.
+    prefilled in waves of at most ``plan.prefill.B`` prompts, dealt out by length, and then
+    decoded in layouts, anew whenever half of the rows it was laid out for have ended. The first
+    step of a layout counts from where nothing is prefetched, the others from the end of the one
+    before.
 
     It takes seconds for any job. What is simulated is a few steps of a few layouts, of deep
     models a few layers. Steps between are interpolated over the tokens that are attended to,
@@ -101,7 +104,10 @@ def estimate_job(
     prompt, gen = np.array(prompts, dtype=np.int64), np.array(gens, dtype=np.int64)
     batches = [slice(i, i + plan.decode.B) for i in range(0, len(prompts), plan.decode.B)]
     clock = _Clock(model, cost, shared)
-    prefill_s, waves = _prefill(clock, plan.prefill, [prompt[b] for b in batches])
+    prefill_s, waves = 0.0, 0
+    if batches:
+        most = room(plan.prefill, Workload.from_lengths(prompts, gens), plan.decode.B)
+        prefill_s, waves = _prefill(clock, plan.prefill, [prompt[b] for b in batches], most)
     decode_s, steps = _decode(clock, plan.decode, [(prompt[b], gen[b]) for b in batches])
     return JobEstimate(
         prefill_s=prefill_s,
@@ -113,24 +119,22 @@ def estimate_job(
     )
 
 
-def _prefill(clock: _Clock, s: Strategy, batches: Sequence[np.ndarray]) -> tuple[float, int]:
-    """Seconds and number of all waves. Waves of as many places have one structure."""
-    by_size: dict[int, list[list[np.ndarray]]] = {}
+def _prefill(
+    clock: _Clock, s: Strategy, batches: Sequence[np.ndarray], most: Room
+) -> tuple[float, int]:
+    """Seconds and number of all waves. Waves of as many places and parts have one structure."""
+    by_size: dict[tuple[int, int], list[np.ndarray]] = {}
     for prompts in batches:
-        size = min(s.B, len(prompts))
-        waves = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        by_size.setdefault(size, []).append(waves)
+        waves = deal(prompts, most)
+        size = (waves.rows.shape[1], waves.part_rows)
+        by_size.setdefault(size, []).append(waves.lengths(prompts))
     seconds = 0.0
-    # The first wave of a batch is full, whatever the last one is.
-    for size, several in by_size.items():
-        shapes = [
-            Shape((0,) * size, (*wave.tolist(), *[0] * (size - len(wave))))
-            for waves in several
-            for wave in waves
-        ]
+    for (places, part_rows), several in by_size.items():
+        shapes = [Shape((0,) * places, tuple(wave)) for waves in several for wave in waves.tolist()]
         tokens = np.array([shape.tokens for shape in shapes])
         anchors = _spread(tokens, ANCHORS_OF_RUN)
-        graph = clock.graph(s, "prefill", several[0][0].tolist())
+        # The first wave of a batch has no empty place.
+        graph = clock.graph(s.with_(b_a=part_rows), "prefill", several[0][0].tolist())
         times = np.array([clock.times(graph, shapes[i]) for i in anchors])
         first_s, next_s = (np.interp(tokens, tokens[anchors], column) for column in times.T)
         begins = np.cumsum([0, *map(len, several)])[:-1]

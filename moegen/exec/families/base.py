@@ -1,22 +1,28 @@
 """What a model family is to the executor: layouts of weights, and the mathematics of each op.
 
 Shape legend: T tokens, R rows, H hidden size, E experts, k experts a token, I an MLP's width.
-``w`` is a mapping of names to views into one flat buffer, as the layouts name them. The same
-code runs on CPU and CUDA tensors, and every function works on zero tokens.
+``w`` is a mapping of names to views into one flat buffer, as the layouts name them. Ops are
+written in the primitives of `moegen.exec.primitives`, put their results where the caller says,
+and take what they need meanwhile from an arena, as `moegen.graph.working` counts it; the caller
+gives it back (``Arena.frame``). Every function works on zero tokens.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.errors import InvalidInput
+from moegen.exec.arena import Arena
 from moegen.exec.attention import DecodeShape
+from moegen.exec.families.rope import Rope
+from moegen.exec.primitives import Primitives
+from moegen.exec.primitives.select import primitives_for
 from moegen.graph.model import Layer, ModelSpec, Phase
 
 Weights = Mapping[str, Tensor]
@@ -54,7 +60,7 @@ class Family(ABC):
     dtype : torch.dtype
         Of weights, activations and the KV store.
     device : torch.device or str
-        Where the rotary frequencies live.
+        What the ops run on.
 
     Raises
     ------
@@ -64,6 +70,7 @@ class Family(ABC):
 
     rms_norm_eps = 1e-6  # where the configuration does not say
     scale: float  # of attention scores, before the softmax
+    rope: Rope
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -167,19 +174,35 @@ class Family(ABC):
 
     # -- the ops
 
-    def embed(self, w: Weights, ids: Tensor) -> Tensor:
+    @cached_property
+    def ops(self) -> Primitives:
+        """The primitives on this device."""
+        return primitives_for(self.device, self.dtype)
+
+    def embed(self, w: Weights, ids: Tensor, out: Tensor) -> None:
         """Token ids [T] to hidden states [T, H]."""
-        return F.embedding(ids, w["embed"])
+        torch.index_select(w["embed"], 0, ids, out=out)
+
+    def angles(self, pos: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Of positions [T], float32 [T, rotated width / 2] each: the same in every layer."""
+        self.rope.angles(pos, cos, sin)
 
     @abstractmethod
-    def pre_attn(self, w: Weights, x: Tensor, pos: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        """Norm, projections, rotation: x [T, H], pos [T] to q [T, q_width], kv [T, kv_width]."""
+    def pre_attn(
+        self, w: Weights, x: Tensor, cos: Tensor, sin: Tensor, phase: Phase, q: Tensor, kv: Tensor,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """Norm, projections, rotation: x [T, H] to q [T, q_width] and kv [T, kv_width]."""
 
     @abstractmethod
-    def attn_prefill(self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int]) -> Tensor:
+    def attn_prefill(
+        self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int], ends: Tensor, out: Tensor,
+        arena: Arena,
+    ) -> None:  # fmt: skip
         """Causal attention of packed prompts, [T, q_width] and [T, kv_width] to [T, out_width].
 
-        ``lengths`` are those of the prompts, in order; they sum to T.
+        ``lengths`` are those of the prompts, in order; they sum to T. ``ends`` are their running
+        sums from 0, int32, on the device.
         """
 
     def decode_shape(self, index: int) -> DecodeShape:
@@ -197,71 +220,52 @@ class Family(ABC):
         )
 
     @abstractmethod
-    def attn_out(self, w: Weights, o: Tensor, phase: Phase) -> Tensor:
+    def attn_out(self, w: Weights, o: Tensor, phase: Phase, out: Tensor, arena: Arena) -> None:
         """Output projection: [T, out_width] to [T, H]."""
 
-    def post_attn(self, w: Weights, o: Tensor, x: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        """Output projection, residual and norm: the new x [T, H] and h [T, H] for the experts."""
-        x = x + self.attn_out(w, o, phase)
-        return x, rms_norm(x, w["post_norm"], self.eps)
+    def post_attn(
+        self, w: Weights, o: Tensor, x: Tensor, h: Tensor, phase: Phase, arena: Arena
+    ) -> None:
+        """Output projection, residual and norm: x [T, H] is added to, h [T, H] is for the MLP."""
+        self.attn_out(w, o, phase, h, arena)
+        self.ops.add_rms_norm(x, h, w["post_norm"], self.eps, h)
 
     @abstractmethod
-    def route(self, w: Weights, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts of each token of h [T, H]: ids int64 [T, k] and weights float32 [T, k]."""
+    def route(self, w: Weights, h: Tensor, ids: Tensor, weights: Tensor, arena: Arena) -> None:
+        """Experts of each token of h [T, H]: ids int32 [T, k] and weights float32 [T, k]."""
 
-    def shared_expert(self, w: Weights, h: Tensor) -> Tensor:
+    def shared_expert(self, w: Weights, h: Tensor, out: Tensor, arena: Arena) -> None:
         """The MLP that every token of an MoE layer passes, [T, H] to [T, H]."""
-        return _mlp(h, w["shared_gate_up"], w["shared_down"])
+        self._mlp(h, w["shared_gate_up"], w["shared_down"], out, arena)
 
-    def dense_mlp(self, w: Weights, h: Tensor) -> Tensor:
-        """The MLP of a layer without experts, [T, H] to [T, H]."""
-        return _mlp(h, w["mlp_gate_up"], w["mlp_down"])
+    def dense_mlp(self, w: Weights, h: Tensor, out: Tensor, arena: Arena) -> None:
+        """The MLP of a layer without experts, [T, H] to [T, H]; ``out`` may be ``h``."""
+        self._mlp(h, w["mlp_gate_up"], w["mlp_down"], out, arena)
 
-    def expert(self, w: Weights, h: Tensor) -> Tensor:
+    def expert(self, w: Weights, h: Tensor, out: Tensor, arena: Arena) -> None:
         """One routed expert on its tokens, [n, H] to [n, H], weight not applied."""
-        return _mlp(h, w["gate_up"], w["down"])
+        self._mlp(h, w["gate_up"], w["down"], out, arena)
 
-    @staticmethod
-    def combine(
-        x: Tensor,
-        y_sorted: Tensor,
-        inverse: Tensor,
-        weights: Tensor,
-        shared: Tensor | None = None,
-    ) -> Tensor:
-        """``x + sum_k weights[:, k] * y_k (+ shared)``, rounded once.
+    def experts(self, w: Weights, h: Tensor, ends: Tensor, out: Tensor, arena: Arena) -> None:
+        """Several at once: ``w`` holds stacks, expert g has rows ``[ends[g - 1], ends[g])``."""
+        gate_up = arena.take(len(h), w["gate_up"].shape[1], dtype=self.dtype)
+        self.ops.grouped_linear(h, w["gate_up"], ends, gate_up)
+        act = arena.take(len(h), w["down"].shape[2], dtype=self.dtype)
+        self.ops.silu_mul(gate_up, act)
+        self.ops.grouped_linear(act, w["down"], ends, out)
 
-        The sum is in float32 and in the order of k, so it depends neither on the order in
-        which experts finished nor on atomics.
-
-        Parameters
-        ----------
-        x, shared : Tensor, [T, H]
-        y_sorted : Tensor, [T * k, H]
-            Expert outputs in the order in which the experts took them.
-        inverse : int64 Tensor, [T, k]
-            Row of ``y_sorted`` that holds token t's k-th output.
-        weights : Tensor, [T, k]
-        """
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for k in range(inverse.shape[1]):
-            y = y_sorted.index_select(0, inverse[:, k])
-            total.addcmul_(y.float(), weights[:, k, None].float())
-        if shared is not None:
-            total += shared
-        return total.add_(x).to(x.dtype)
-
-    def logits(self, w: Weights, x: Tensor) -> Tensor:
-        """Final norm and output matrix: [R, H] to [R, vocab]."""
+    def logits(self, w: Weights, x: Tensor, out: Tensor) -> None:
+        """Final norm, in place, and output matrix: x [R, H] to [R, vocab]."""
         matrix = w["embed"] if self.spec.tie_embeddings else w["lm_head"]
-        return F.linear(rms_norm(x, w["final_norm"], self.eps), matrix)
+        self.ops.rms_norm(x, w["final_norm"], self.eps, x)
+        self.ops.linear(x, matrix, out)
 
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * x / rms(x)``: in float32, rounded before the weight, as transformers does."""
-    x32 = x.float()
-    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * x32.to(x.dtype)
+    def _mlp(self, h: Tensor, gate_up: Tensor, down: Tensor, out: Tensor, arena: Arena) -> None:
+        both = arena.take(len(h), gate_up.shape[0], dtype=self.dtype)
+        self.ops.linear(h, gate_up, both)
+        act = arena.take(len(h), down.shape[1], dtype=self.dtype)
+        self.ops.silu_mul(both, act)
+        self.ops.linear(act, down, out)
 
 
 def mlp_pieces(prefix: str, target: str, hidden: int, width: int) -> list[Piece]:
@@ -276,8 +280,3 @@ def mlp_pieces(prefix: str, target: str, hidden: int, width: int) -> list[Piece]
 def _mlp_shapes(target: str, hidden: int, width: int) -> Shapes:
     # Gate above up: one matrix product for both.
     return {target + "gate_up": (2 * width, hidden), target + "down": (hidden, width)}
-
-
-def _mlp(h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(h, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate).mul_(up), down)

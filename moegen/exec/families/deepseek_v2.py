@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.errors import InvalidInput
-from moegen.exec import attention
-from moegen.exec.families.base import Family, Piece, Shapes, Weights, mlp_pieces, rms_norm
-from moegen.exec.families.rope import Rope, rotate_pairs, yarn_mscale
+from moegen.exec.arena import Arena
+from moegen.exec.families.base import Family, Piece, Shapes, Weights, mlp_pieces
+from moegen.exec.families.rope import Rope, yarn_mscale
 from moegen.graph.model import Layer, ModelSpec, Phase
 
 _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the configuration says
@@ -104,48 +103,63 @@ class DeepseekV2(Family):
         width = self.spec.layers[index].moe_intermediate
         return mlp_pieces(f"{prefix}{expert}.", "", self.spec.hidden, width)
 
-    def pre_attn(self, w: Weights, x: Tensor, pos: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        a = self.attention
-        h = rms_norm(x, w["input_norm"], self.eps)
-        if a.q_lora_rank is None:
-            q = F.linear(h, w["q"])
-        else:
-            q_a = F.linear(h, w["q_a"], w.get("q_a_bias"))
-            q = F.linear(rms_norm(q_a, w["q_a_norm"], _LATENT_EPS), w["q_b"])
-        q_nope, q_rope = q.unflatten(-1, (a.n_heads, a.head_dim)).split(
+    def pre_attn(
+        self, w: Weights, x: Tensor, cos: Tensor, sin: Tensor, phase: Phase, q: Tensor, kv: Tensor,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        a, ops, n = self.attention, self.ops, len(x)
+        h = arena.take(*x.shape, dtype=self.dtype)
+        ops.rms_norm(x, w["input_norm"], self.eps, h)
+        ops.linear(h, w["kv_a"], kv, w.get("kv_a_bias"))
+        latent, k_rope = kv.split([a.kv_lora_rank, a.rope_head_dim], dim=-1)
+        ops.rms_norm(latent, w["kv_a_norm"], _LATENT_EPS, latent)
+        ops.rope_pairs(k_rope[:, None], cos, sin, k_rope[:, None])
+        into, matrix = h, w.get("q")
+        if matrix is None:
+            into, matrix = arena.take(n, w["q_a"].shape[0], dtype=self.dtype), w["q_b"]
+            ops.linear(h, w["q_a"], into, w.get("q_a_bias"))
+            ops.rms_norm(into, w["q_a_norm"], _LATENT_EPS, into)
+        whole = q
+        if phase == "decode":
+            whole = arena.take(n, a.n_heads * a.head_dim, dtype=self.dtype)
+        ops.linear(into, matrix, whole)
+        q_nope, q_rope = whole.unflatten(-1, (a.n_heads, a.head_dim)).split(
             [self.nope, a.rope_head_dim], dim=-1
         )
-        latent, k_rope = F.linear(h, w["kv_a"], w.get("kv_a_bias")).split(
-            [a.kv_lora_rank, a.rope_head_dim], dim=-1
-        )
-        cos, sin = self.rope.angles(pos)
-        q_rope = rotate_pairs(q_rope, cos, sin)
-        k_rope = rotate_pairs(k_rope[:, None], cos, sin)[:, 0]
-        kv = torch.cat((rms_norm(latent, w["kv_a_norm"], _LATENT_EPS), k_rope), dim=-1)
+        turned = q_rope
         if phase == "decode":
+            moved, turned = q.unflatten(-1, (a.n_heads, -1)).split(
+                [a.kv_lora_rank, a.rope_head_dim], dim=-1
+            )
             w_uk, _ = self._kv_b(w)
-            q_nope = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-        return torch.cat((q_nope, q_rope), dim=-1).flatten(1), kv
+            torch.bmm(q_nope.transpose(0, 1), w_uk, out=moved.transpose(0, 1))
+        ops.rope_pairs(q_rope, cos, sin, turned)
 
-    def attn_prefill(self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int]) -> Tensor:
-        a = self.attention
+    def attn_prefill(
+        self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int], ends: Tensor, out: Tensor,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        a, n = self.attention, len(q)
         latent, k_rope = kv.split([a.kv_lora_rank, a.rope_head_dim], dim=-1)
-        k_nope, v = (
-            F.linear(latent, w["kv_b"])
-            .unflatten(-1, (a.n_heads, self.nope + a.v_head_dim))
-            .split([self.nope, a.v_head_dim], dim=-1)
-        )
-        k = torch.cat((k_nope, k_rope[:, None].expand(-1, a.n_heads, -1)), dim=-1)
+        both = arena.take(n, a.n_heads, self.nope + a.v_head_dim, dtype=self.dtype)
+        self.ops.linear(latent, w["kv_b"], both.flatten(1))
+        k_nope, v = both.split([self.nope, a.v_head_dim], dim=-1)
+        k = arena.take(n, a.n_heads, a.head_dim, dtype=self.dtype)
+        k[..., : self.nope].copy_(k_nope)
+        k[..., self.nope :].copy_(k_rope[:, None].expand(-1, a.n_heads, -1))
         q = q.unflatten(-1, (a.n_heads, a.head_dim))
-        return attention.prefill(q, k, v, lengths, self.scale).flatten(1)
+        out = out.unflatten(-1, (a.n_heads, a.v_head_dim))
+        self.ops.attend_prefill(q, k, v, lengths, ends, self.scale, out)
 
-    def attn_out(self, w: Weights, o: Tensor, phase: Phase) -> Tensor:
+    def attn_out(self, w: Weights, o: Tensor, phase: Phase, out: Tensor, arena: Arena) -> None:
         a = self.attention
         if phase == "decode":
             _, w_uv = self._kv_b(w)
-            o = o.unflatten(-1, (a.n_heads, a.kv_lora_rank)).transpose(0, 1)
-            o = torch.bmm(o, w_uv.transpose(1, 2)).transpose(0, 1).flatten(1)
-        return F.linear(o, w["o"], w.get("o_bias"))
+            heads = o.unflatten(-1, (a.n_heads, a.kv_lora_rank)).transpose(0, 1)
+            o = arena.take(len(o), a.n_heads * a.v_head_dim, dtype=self.dtype)
+            to = o.unflatten(-1, (a.n_heads, a.v_head_dim)).transpose(0, 1)
+            torch.bmm(heads, w_uv.transpose(1, 2), out=to)
+        self.ops.linear(o, w["o"], out, w.get("o_bias"))
 
     def _kv_b(self, w: Weights) -> tuple[Tensor, Tensor]:
         """W_UK [heads, nope, rank] and W_UV [heads, v, rank]: both halves of kv_b_proj."""
@@ -154,12 +168,18 @@ class DeepseekV2(Family):
         w_uk, w_uv = kv_b.split([self.nope, a.v_head_dim], dim=1)
         return w_uk, w_uv
 
-    def route(self, w: Weights, h: Tensor) -> tuple[Tensor, Tensor]:
-        scores = F.linear(h.float(), w["router"].float()).softmax(dim=-1)
-        if self.groups:
-            grouped = scores.unflatten(-1, (self.groups, -1))
-            best = grouped.amax(dim=-1).topk(self.top_groups, dim=-1).indices
-            kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
-            scores = grouped.masked_fill(~kept[..., None], 0.0).flatten(1)
-        weights, ids = scores.topk(self.top_k, dim=-1)
-        return ids, weights * self.routed_scaling_factor
+    def route(self, w: Weights, h: Tensor, ids: Tensor, weights: Tensor, arena: Arena) -> None:
+        wide = arena.take(*h.shape, dtype=torch.float32)
+        wide.copy_(h)
+        logits = arena.take(len(h), w["router"].shape[0], dtype=torch.float32)
+        self.ops.linear(wide, w["router"], logits)
+        self.ops.top_k(
+            logits,
+            ids,
+            weights,
+            arena,
+            renormalize=False,
+            scaling=self.routed_scaling_factor,
+            groups=self.groups,
+            top_groups=self.top_groups,
+        )

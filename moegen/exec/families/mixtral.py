@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moegen.exec import attention
-from moegen.exec.families.base import Family, Piece, Shapes, Weights, rms_norm
-from moegen.exec.families.rope import Rope, rotate_halves
+from moegen.exec.arena import Arena
+from moegen.exec.families.base import Family, Piece, Shapes, Weights
+from moegen.exec.families.rope import Rope
 from moegen.graph.model import Layer, ModelSpec, Phase
 
 
@@ -64,24 +63,30 @@ class Mixtral(Family):
             Piece(prefix + "w2.weight", (hidden, width), "down"),
         ]
 
-    def pre_attn(self, w: Weights, x: Tensor, pos: Tensor, phase: Phase) -> tuple[Tensor, Tensor]:
-        a = self.attention
-        qkv = F.linear(rms_norm(x, w["input_norm"], self.eps), w["qkv"])
-        qkv = qkv.unflatten(-1, (a.n_heads + 2 * a.n_kv_heads, a.head_dim))
-        qk, v = qkv.split([a.n_heads + a.n_kv_heads, a.n_kv_heads], dim=1)
-        q, k = rotate_halves(qk, *self.rope.angles(pos)).split([a.n_heads, a.n_kv_heads], dim=1)
-        return q.flatten(1), torch.cat((k, v), dim=1).flatten(1)
+    def pre_attn(
+        self, w: Weights, x: Tensor, cos: Tensor, sin: Tensor, phase: Phase, q: Tensor, kv: Tensor,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        a, ops = self.attention, self.ops
+        h = arena.take(*x.shape, dtype=self.dtype)
+        ops.rms_norm(x, w["input_norm"], self.eps, h)
+        qkv = arena.take(len(x), w["qkv"].shape[0], dtype=self.dtype)
+        ops.linear(h, w["qkv"], qkv)
+        ops.rope_halves(qkv, cos, sin, a.n_heads, a.n_kv_heads, q, kv)
 
-    def attn_prefill(self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int]) -> Tensor:
+    def attn_prefill(
+        self, w: Weights, q: Tensor, kv: Tensor, lengths: Sequence[int], ends: Tensor, out: Tensor,
+        arena: Arena,
+    ) -> None:  # fmt: skip
         a = self.attention
         k, v = kv.unflatten(-1, (2, a.n_kv_heads, a.head_dim)).unbind(1)
-        q = q.unflatten(-1, (a.n_heads, a.head_dim))
-        return attention.prefill(q, k, v, lengths, self.scale, a.window).flatten(1)
+        q, out = (t.unflatten(-1, (a.n_heads, a.head_dim)) for t in (q, out))
+        self.ops.attend_prefill(q, k, v, lengths, ends, self.scale, out, a.window)
 
-    def attn_out(self, w: Weights, o: Tensor, phase: Phase) -> Tensor:
-        return F.linear(o, w["o"])
+    def attn_out(self, w: Weights, o: Tensor, phase: Phase, out: Tensor, arena: Arena) -> None:
+        self.ops.linear(o, w["o"], out)
 
-    def route(self, w: Weights, h: Tensor) -> tuple[Tensor, Tensor]:
-        probs = F.linear(h, w["router"]).float().softmax(dim=-1)
-        weights, ids = probs.topk(self.top_k, dim=-1)
-        return ids, weights / weights.sum(dim=-1, keepdim=True)
+    def route(self, w: Weights, h: Tensor, ids: Tensor, weights: Tensor, arena: Arena) -> None:
+        logits = arena.take(len(h), w["router"].shape[0], dtype=self.dtype)
+        self.ops.linear(h, w["router"], logits)
+        self.ops.top_k(logits, ids, weights, arena, renormalize=True)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies from a configuration, and both ways to rotate.
+"""Rotary position embeddings: frequencies from a configuration, and the angles of positions.
 
 Frequencies are computed in float32 on the CPU, operation by operation as transformers does.
 """
@@ -52,24 +52,14 @@ class Rope:
             inv_freq, self.scaling = _yarn(spec.rope, powers, theta, self.factor, original)
         self.inv_freq = inv_freq.to(device)
 
-    def angles(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [T] as float32 [T, dim / 2], attention factor applied."""
-        freqs = pos[:, None].float() * self.inv_freq
-        return freqs.cos() * self.scaling, freqs.sin() * self.scaling
-
-
-def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of ``x`` [T, heads, D], in its own dtype (Mixtral, Llama)."""
-    cos, sin = (torch.cat((t, t), dim=-1)[:, None].to(x.dtype) for t in (cos, sin))
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
-
-
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) of ``x`` [T, heads, D], in float32 (DeepSeek)."""
-    cos, sin = cos[:, None], sin[:, None]
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
+    def angles(self, pos: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Cosines and sines of positions [T], attention factor applied: float32 [T, dim / 2]."""
+        torch.mul(pos[:, None], self.inv_freq, out=cos)
+        torch.sin(cos, out=sin)
+        cos.cos_()
+        if self.scaling != 1.0:
+            cos.mul_(self.scaling)
+            sin.mul_(self.scaling)
 
 
 def yarn_mscale(scale: float, mscale: float = 1.0) -> float:

@@ -3,13 +3,14 @@
 Nothing here may copy between host and device: on CUDA such a copy queues behind the
 weights. Sizes come from the step, which the host knows.
 
-What is kept from one kernel to the next is let go of by the last that reads it, and what
-works token by token takes b_e of them at once: `moegen.graph.working` counts on both.
+What is kept from one kernel to the next lies in the program's scratch, and what one needs
+meanwhile in a frame of its arena, both as `moegen.graph.working` counts them. What works token
+by token takes b_e of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from moegen.graph.task import Task
 
 
-NOTHING = torch.empty(0)
-
-
 def _tiles(p: Program, start: int, stop: int) -> Iterator[slice]:
     """``[start, stop)`` in slices of at most b_e."""
     tile = p.strategy.b_e
@@ -31,18 +29,26 @@ def _tiles(p: Program, start: int, stop: int) -> Iterator[slice]:
 
 
 def embed(p: Program, task: Task, index: int, step: Step) -> None:
-    s = p.scratch
-    s.x = p.family.embed(p.machinery.head, p.columns(step, index)["ids"])
-    s.h = torch.empty_like(s.x)
+    s, n, columns = p.scratch, step.n_tokens, p.columns(step, index)
+    p.family.embed(p.machinery.head, columns["ids"], s.x[:n])
+    p.family.angles(columns["pos"], s.cos[:n], s.sin[:n])
+    if p.phase == "prefill":
+        for m, part in enumerate(step.parts):
+            ends = p.prompt_ends(m, part)
+            ends[:1].zero_()
+            torch.sub(columns["last"][part.r0 : part.r1], part.t0 - 1, out=ends[1:])
 
 
 def pre_attn(p: Program, task: Task, index: int, step: Step) -> None:
-    span, slot = p.span(task, step), p.slot("qkv", task, index)
-    pos = p.columns(step, index)["pos"][span.t0 : span.t1]
-    x = p.scratch.x[span.t0 : span.t1]
-    q, kv = p.family.pre_attn(p.dense(task, index), x, pos, p.phase)
-    p.buffers.q[slot, : span.tokens].copy_(q)
-    p.buffers.new_kv[slot, : span.tokens].copy_(kv)
+    span, slot, s = p.span(task, step), p.slot("qkv", task, index), p.scratch
+    tokens = slice(span.t0, span.t1)
+    q = p.buffers.q[slot, : span.tokens]
+    kv = p.buffers.new_kv[slot, : span.tokens]
+    weights = p.dense(task, index)
+    with p.arena.frame():
+        p.family.pre_attn(
+            weights, s.x[tokens], s.cos[tokens], s.sin[tokens], p.phase, q, kv, p.arena
+        )
 
 
 def attn_cpu(p: Program, task: Task, index: int, step: Step) -> None:
@@ -65,17 +71,22 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
     _, past, starts = p.history(task, step, index)
     new_kv, q = p.buffers.new_kv[staged, rows], p.buffers.q[staged, rows]
     out = p.buffers.attn_out[p.slot("attn_out", task, index), rows]
-    shape, length = p.family.decode_shape(task.id.layer), past + 1
-    if p.machinery.device.type == "cuda":
-        from moegen.exec.kernels.triton_attention import decode_attention
+    shape = p.family.decode_shape(task.id.layer)
+    if p.machinery.device.type != "cuda":
+        p.machinery.decode.attend(shape, q, new_kv, slot, starts.numpy(), past.numpy() + 1, out)
+        return
+    from moegen.exec.kernels.triton_attention import decode_attention
 
-        slot.index_copy_(0, starts + past, new_kv)
+    with p.arena.frame():
+        at, lengths = (p.arena.take(span.rows, dtype=torch.int64) for _ in range(2))
+        slot.index_copy_(0, torch.add(starts, past, out=at), new_kv)
         decode_attention(
             q,
             slot,
             starts,
-            length,
+            torch.add(past, 1, out=lengths),
             out,
+            p.arena,
             n_heads=shape.n_heads,
             n_kv_heads=shape.n_kv_heads,
             dk=shape.dk,
@@ -84,86 +95,130 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
             latent=shape.latent,
             max_length=span.max_length,
         )
-        return
-    p.machinery.decode.attend(shape, q, new_kv, slot, starts.numpy(), length.numpy(), out)
 
 
 def attn_prefill(p: Program, task: Task, index: int, step: Step) -> None:
     span, staged = p.span(task, step), p.slot("qkv", task, index)
     q = p.buffers.q[staged, : span.tokens]
     kv = p.buffers.new_kv[staged, : span.tokens]
-    lengths = step.new[span.r0 : span.r1].tolist()
-    out = p.family.attn_prefill(p.dense(task, index), q, kv, lengths)
-    p.buffers.attn_out[p.slot("attn_out", task, index), : span.tokens].copy_(out)
+    out = p.buffers.attn_out[p.slot("attn_out", task, index), : span.tokens]
+    lengths, ends = step.new[span.r0 : span.r1].tolist(), p.prompt_ends(task.id.microbatch, span)
+    with p.arena.frame():
+        p.family.attn_prefill(p.dense(task, index), q, kv, lengths, ends, out, p.arena)
 
 
 def post_attn(p: Program, task: Task, index: int, step: Step) -> None:
     span, s = p.span(task, step), p.scratch
     tokens = slice(span.t0, span.t1)
     out = p.buffers.attn_out[p.slot("attn_out", task, index), : span.tokens]
-    x, h = p.family.post_attn(p.dense(task, index), out, s.x[tokens], p.phase)
-    s.x[tokens] = x
-    s.h[tokens] = h
+    with p.arena.frame():
+        p.family.post_attn(p.dense(task, index), out, s.x[tokens], s.h[tokens], p.phase, p.arena)
 
 
 def route(p: Program, task: Task, index: int, step: Step) -> None:
-    s, layer, weights = p.scratch, p.model.layers[task.id.layer], p.dense(task, index)
-    n_experts, k = layer.n_experts, layer.top_k
-    ids = torch.empty((step.n_tokens, k), dtype=torch.int64, device=s.h.device)
-    s.gates = torch.empty((step.n_tokens, k), dtype=torch.float32, device=s.h.device)
-    for tile in _tiles(p, 0, step.n_tokens):
-        ids[tile], s.gates[tile] = p.family.route(weights, s.h[tile])
-    # Stable, so that each expert takes its tokens in order: results do not depend on timing.
-    chosen, order = torch.sort(ids.reshape(-1), stable=True)
-    places = torch.arange(order.numel(), device=order.device)
-    inverse = torch.empty_like(order).scatter_(0, order, places)
-    s.order, s.inverse = order // k, inverse.view(-1, k)
-    bounds = torch.searchsorted(chosen, torch.arange(n_experts + 1, device=chosen.device))
-    p.buffers.counts[p.slot("counts", task, index), :n_experts] = bounds.diff()
-    s.outputs = torch.empty((order.numel(), s.h.shape[1]), dtype=s.h.dtype, device=s.h.device)
+    s, n, weights = p.scratch, step.n_tokens, p.dense(task, index)
+    n_experts, k = p.model.layers[task.id.layer].n_experts, p.model.layers[task.id.layer].top_k
+    for tile in _tiles(p, 0, n):
+        with p.arena.frame():
+            p.family.route(weights, s.h[tile], s.ids[tile], s.gates[tile], p.arena)
+    counts = p.buffers.counts[p.slot("counts", task, index), :n_experts]
+    with p.arena.frame():
+        p.family.ops.sort_choices(
+            s.ids[:n],
+            n_experts,
+            s.order[: n * k],
+            s.inverse[:n],
+            s.expert_ends[:n_experts],
+            counts,
+            p.arena,
+        )
 
 
 def shared_expert(p: Program, task: Task, index: int, step: Step) -> None:
     s, weights = p.scratch, p.dense(task, index)
-    s.shared = torch.empty_like(s.h)
     for tile in _tiles(p, 0, step.n_tokens):
-        s.shared[tile] = p.family.shared_expert(weights, s.h[tile])
+        with p.arena.frame():
+            p.family.shared_expert(weights, s.h[tile], s.shared[tile], p.arena)
 
 
 def dense_mlp(p: Program, task: Task, index: int, step: Step) -> None:
     s, weights = p.scratch, p.dense(task, index)
     for tile in _tiles(p, 0, step.n_tokens):
-        s.x[tile] += p.family.dense_mlp(weights, s.h[tile])
+        with p.arena.frame():
+            p.family.dense_mlp(weights, s.h[tile], s.h[tile], p.arena)
+        s.x[tile].add_(s.h[tile])
 
 
 def expert(p: Program, task: Task, index: int, step: Step) -> None:
-    s, counts = p.scratch, step.counts[task.id.layer]
-    for place, e in enumerate(p.experts(task, step)):
-        first = sum(counts[:e])
-        weights = p.expert_weights(task, index, place, e) if counts[e] else {}
-        for tile in _tiles(p, first, first + counts[e]):
-            s.outputs[tile] = p.family.expert(weights, s.h.index_select(0, s.order[tile]))
+    s, layer = p.scratch, task.id.layer
+    experts, places = p.experts(task, step), step.places(layer)
+    for first, stop in _together(p, experts, step.counts[layer]):
+        start, end = places[experts[first]], places[experts[stop - 1] + 1]
+        if stop - first == 1:
+            weights = p.expert_weights(task, index, first, experts[first])
+            for tile in _tiles(p, start, end):
+                with p.arena.frame():
+                    h = _gathered(p, tile)
+                    p.family.expert(weights, h, s.outputs[tile], p.arena)
+            continue
+        weights = p.stacked_weights(task, index, first, experts[first:stop])
+        with p.arena.frame():
+            ends = p.arena.take(stop - first, dtype=torch.int32)
+            torch.sub(s.expert_ends[experts[first] : experts[stop - 1] + 1], start, out=ends)
+            tile = slice(start, end)
+            p.family.experts(weights, _gathered(p, tile), ends, s.outputs[tile], p.arena)
+
+
+def _gathered(p: Program, tile: slice) -> torch.Tensor:
+    """The hidden states of so many places in expert order."""
+    order = p.scratch.order[tile]
+    h = p.arena.take(len(order), p.model.hidden, dtype=p.family.dtype)
+    p.family.ops.gather(p.scratch.h, order, h)
+    return h
+
+
+def _together(
+    p: Program, experts: Sequence[int], counts: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """Runs ``[first, stop)`` of a task's experts to compute at once; those without tokens of
+    their own need not be in any.
+
+    Experts with few tokens each cost less in one product of several matrices, many enough one by
+    one. Routed experts are few, and need not be neighbours.
+    """
+    active = [i for i, e in enumerate(experts) if counts[e]]
+    tokens = sum(counts[e] for e in experts)
+    if p.strategy.fetch == "routed" or tokens >= p.grouped_below * len(active):
+        yield from ((i, i + 1) for i in active)
+        return
+    while active:
+        first, taken = active[0], 0
+        run = []
+        for i in active:
+            taken += counts[experts[i]]
+            if run and taken > p.strategy.b_e:
+                break
+            run.append(i)
+        yield first, run[-1] + 1
+        active = active[len(run) :]
 
 
 def combine(p: Program, task: Task, index: int, step: Step) -> None:
-    s = p.scratch
-    for tile in _tiles(p, 0, step.n_tokens):
-        shared = None if s.shared is None else s.shared[tile]
-        s.x[tile] = p.family.combine(s.x[tile], s.outputs, s.inverse[tile], s.gates[tile], shared)
-    s.outputs = s.order = s.inverse = s.gates = NOTHING
-    s.shared = None
+    s, n, layer = p.scratch, step.n_tokens, p.model.layers[task.id.layer]
+    y, shared = s.outputs[: n * layer.top_k], s.shared[:n] if layer.shared_params else None
+    with p.arena.frame():
+        p.family.ops.combine(s.x[:n], y, s.inverse[:n], s.gates[:n], shared, p.arena)
 
 
 def lm_head(p: Program, task: Task, index: int, step: Step) -> None:
-    s = p.scratch
-    last = p.columns(step, index)["last"]
-    s.logits = p.family.logits(p.machinery.head, s.x.index_select(0, last))
-    s.x = s.h = NOTHING
-    if p.keep_logits:
-        p.buffers.logits[p.slot("logits", task, index), : step.n_rows].copy_(s.logits)
+    logits = p.buffers.logits[p.slot("logits", task, index), : step.n_rows]
+    with p.arena.frame():
+        rows = p.arena.take(step.n_rows, p.model.hidden, dtype=p.family.dtype)
+        torch.index_select(p.scratch.x, 0, p.columns(step, index)["last"], out=rows)
+        p.family.logits(p.machinery.head, rows, logits)
 
 
 def sample(p: Program, task: Task, index: int, step: Step) -> None:
-    tokens = p.buffers.tokens[p.slot("tokens", task, index)]
-    tokens[: step.n_rows] = p.scratch.logits.argmax(-1)
-    p.scratch.logits = NOTHING
+    logits = p.buffers.logits[p.slot("logits", task, index), : step.n_rows]
+    tokens = p.buffers.tokens[p.slot("tokens", task, index), : step.n_rows]
+    torch.argmax(logits, dim=-1, out=tokens)

@@ -17,19 +17,14 @@ import math
 
 import torch
 
+from moegen.exec.arena import Arena
 from moegen.exec.kernels.triton_util import require_triton
+from moegen.graph.working import HEAD_TILE, decode_block, decode_split
 
 require_triton()
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
-
-# Enough programs for a few waves on a large GPU, so that a last wave costs little.
-_TARGET_PROGRAMS = 1024
-# A long row among short ones must not leave one program streaming alone at the end.
-_MAX_SPLIT_TOKENS = 1024
-# The least number of rows of tl.dot; query heads that share a KV head fill them.
-_HEAD_TILE = 16
 
 
 @triton.jit(do_not_specialize=["start", "length", "n_splits", "split_tokens"])
@@ -163,6 +158,7 @@ def decode_attention(
     start: torch.Tensor,
     length: torch.Tensor,
     out: torch.Tensor,
+    arena: Arena,
     *,
     n_heads: int,
     n_kv_heads: int,
@@ -187,6 +183,8 @@ def decode_attention(
         the new token included, so lengths are at least 1.
     out : Tensor [R, n_heads * dv]
         Written; same dtype as ``q``.
+    arena : Arena
+        Gives memory for what the programs of a row leave each.
     scale : float
         Factor on the scores before the softmax.
     max_length : int
@@ -231,72 +229,58 @@ def decode_attention(
         return out
 
     d1, d2 = (dv, dk - dv) if latent else (dk, 0)
-    block = _block(d1, q.element_size(), latent)
-    tiles = rows * n_kv_heads * triton.cdiv(n_heads // n_kv_heads, _HEAD_TILE)
-    split_tokens = _split_tokens(max_length, tiles, block)
+    block = decode_block(d1, q.element_size(), latent)
+    tiles = rows * n_kv_heads * triton.cdiv(n_heads // n_kv_heads, HEAD_TILE)
+    split_tokens = decode_split(max_length, tiles, block)
     n_splits = triton.cdiv(max_length, split_tokens)
     one = n_splits == 1
-    if one:
+    with arena.frame():
         part = lse = out
-    else:
-        part = torch.empty(rows, n_heads, n_splits, dv, dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, n_heads, n_splits, dtype=torch.float32, device=q.device)
-    _attend_kernel[(tiles, n_splits)](
-        q,
-        kv,
-        start,
-        length,
-        part,
-        lse,
-        n_splits,
-        split_tokens,
-        scale * math.log2(math.e),
-        N_HEADS=n_heads,
-        N_KV_HEADS=n_kv_heads,
-        D1=d1,
-        D2=d2,
-        DV=dv,
-        D1_PAD=_pad(d1),
-        D2_PAD=_pad(d2),
-        DV_PAD=_pad(dv),
-        KV_WIDTH=kv_width,
-        HEAD_TILE=_HEAD_TILE,
-        BLOCK=block,
-        LATENT=latent,
-        ONE_SPLIT=one,
-        num_warps=4 if q.element_size() == 2 else 8,  # with 4, float32 spills registers
-        num_stages=2,
-    )
-    if not one:
-        _merge_kernel[(rows * n_heads,)](
+        if not one:
+            part = arena.take(rows, n_heads, n_splits, dv, dtype=torch.float32)
+            lse = arena.take(rows, n_heads, n_splits, dtype=torch.float32)
+        _attend_kernel[(tiles, n_splits)](
+            q,
+            kv,
+            start,
+            length,
             part,
             lse,
-            length,
-            out,
             n_splits,
             split_tokens,
+            scale * math.log2(math.e),
             N_HEADS=n_heads,
+            N_KV_HEADS=n_kv_heads,
+            D1=d1,
+            D2=d2,
             DV=dv,
+            D1_PAD=_pad(d1),
+            D2_PAD=_pad(d2),
             DV_PAD=_pad(dv),
-            num_warps=min(4, _pad(dv) // 16),
+            KV_WIDTH=kv_width,
+            HEAD_TILE=HEAD_TILE,
+            BLOCK=block,
+            LATENT=latent,
+            ONE_SPLIT=one,
+            num_warps=4 if q.element_size() == 2 else 8,  # with 4, float32 spills registers
+            num_stages=2,
         )
+        if not one:
+            _merge_kernel[(rows * n_heads,)](
+                part,
+                lse,
+                length,
+                out,
+                n_splits,
+                split_tokens,
+                N_HEADS=n_heads,
+                DV=dv,
+                DV_PAD=_pad(dv),
+                num_warps=min(4, _pad(dv) // 16),
+            )
     return out
 
 
 def _pad(d: int) -> int:
     """``d`` as tl.arange and tl.dot want it: a power of two, at least 16."""
     return max(16, triton.next_power_of_2(d))
-
-
-def _block(d1: int, itemsize: int, latent: bool) -> int:
-    """Tokens of a block, such that two stages of buffers fit 99 KiB of shared memory."""
-    if latent:
-        return 32 if itemsize == 2 else 16
-    return min(64, max(16, 16384 // (_pad(d1) * itemsize)))
-
-
-def _split_tokens(max_length: int, tiles: int, block: int) -> int:
-    """Tokens a program streams: whole blocks, few enough that the programs fill the GPU."""
-    blocks = triton.cdiv(max_length, block)
-    wanted = min(blocks, max(1, triton.cdiv(_TARGET_PROGRAMS, tiles)))
-    return min(triton.cdiv(blocks, wanted) * block, _MAX_SPLIT_TOKENS)
