@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import accumulate
 
 import numpy as np
@@ -242,6 +243,12 @@ def cpu_decode(threads: int, kind: str | None = None) -> CpuDecode:
             f"{VARIABLE}={kind}: this machine has {', '.join(['torch', *library.variants])}"
         )
     return CompiledDecode(library, kind or next(iter(library.variants)), threads)
+
+
+def attention_kind() -> str:
+    """What `cpu_decode` gives on this machine: "C++ AVX-512", for example, or "torch"."""
+    with closing(cpu_decode(1)) as decode:
+        return decode.kind
 
 
 def _checked(

@@ -19,6 +19,7 @@ import moegen
 from moegen.cache import cache_folder
 from moegen.errors import InvalidInput, MachineError
 from moegen.exec import rates
+from moegen.exec.decode_attention import attention_kind
 from moegen.exec.engine import Engine
 from moegen.exec.lanes import forget_gpu_memory, gpu_identity
 from moegen.exec.pinning import locking_problem
@@ -30,7 +31,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 
-FORMAT = 4
+FORMAT = 5
 # Not every machine has these.
 OPTIONAL = {"duplex_bytes_per_s", "gpu_call_s"}
 #: What a profile holds; capacities and names are `detect`'s.
@@ -95,7 +96,7 @@ def machine_profile(
       products, and no duplex limit.
     - ``zero_copy_bytes_per_s``: a gather of KV rows, as fetch_kv does it.
     - ``cpu_flops``: the MLP on the CPU.
-    - ``host_bytes_per_s``: all cores summing host memory; beside a GPU what they read and what the
+    - ``host_bytes_per_s``: all cores reading host memory; beside a GPU what they read and what the
       link carries meanwhile, together.
     - ``cpu_attn_bytes_per_s``: grouped-query decode attention over more KV than caches hold;
       ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds.
@@ -117,9 +118,10 @@ def machine_profile(
 
     Notes
     -----
-    A profile holds for one machine, device, dtype, number of torch's threads, memory that can be
-    pinned or not, and version of torch and moegen; one that is damaged or of others is measured
-    anew and replaced. Where the cache cannot be written it is measured each time.
+    A profile holds for one machine, device, dtype, number of torch's threads, kernel of the CPU's
+    attention, memory that can be pinned or not, and version of torch and moegen; one that is
+    damaged or of others is measured anew and replaced. Where the cache cannot be written it is
+    measured each time.
     """
     here = detect()
     if device.type == "cpu":
@@ -153,6 +155,7 @@ def _key(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> dict[s
         "pinned": on_gpu and locking_problem(rates.LINK_BYTES) is None,
         "dtype": rates.dtype_name(dtype),
         "torch_threads": torch.get_num_threads(),
+        "cpu_attention": attention_kind(),
         "torch": str(torch.__version__),
         "moegen": moegen.__version__,
         "format": FORMAT,

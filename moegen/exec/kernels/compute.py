@@ -72,30 +72,29 @@ def attn_gpu(p: Program, task: Task, index: int, step: Step) -> None:
     new_kv, q = p.buffers.new_kv[staged, rows], p.buffers.q[staged, rows]
     out = p.buffers.attn_out[p.slot("attn_out", task, index), rows]
     shape = p.family.decode_shape(task.id.layer)
-    with p.arena.frame():
-        at, length = (p.arena.take(span.rows, dtype=torch.int64) for _ in range(2))
-        torch.add(past, 1, out=length)
-        if p.machinery.device.type == "cuda":
-            from moegen.exec.kernels.triton_attention import decode_attention
+    if p.machinery.device.type != "cuda":
+        p.machinery.decode.attend(shape, q, new_kv, slot, starts.numpy(), past.numpy() + 1, out)
+        return
+    from moegen.exec.kernels.triton_attention import decode_attention
 
-            slot.index_copy_(0, torch.add(starts, past, out=at), new_kv)
-            decode_attention(
-                q,
-                slot,
-                starts,
-                length,
-                out,
-                p.arena,
-                n_heads=shape.n_heads,
-                n_kv_heads=shape.n_kv_heads,
-                dk=shape.dk,
-                dv=shape.dv,
-                scale=shape.scale,
-                latent=shape.latent,
-                max_length=span.max_length,
-            )
-            return
-        p.machinery.decode.attend(shape, q, new_kv, slot, starts.numpy(), length.numpy(), out)
+    with p.arena.frame():
+        at, lengths = (p.arena.take(span.rows, dtype=torch.int64) for _ in range(2))
+        slot.index_copy_(0, torch.add(starts, past, out=at), new_kv)
+        decode_attention(
+            q,
+            slot,
+            starts,
+            torch.add(past, 1, out=lengths),
+            out,
+            p.arena,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            dk=shape.dk,
+            dv=shape.dv,
+            scale=shape.scale,
+            latent=shape.latent,
+            max_length=span.max_length,
+        )
 
 
 def attn_prefill(p: Program, task: Task, index: int, step: Step) -> None:

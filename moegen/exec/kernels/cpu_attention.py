@@ -27,7 +27,7 @@ _HERE = Path(__file__).parent
 _MAIN = _HERE / "cpu_attention.cpp"
 _SOURCES = (_MAIN, _HERE / "cpu_attention.h", _HERE / "cpu_attention_kernel.h")
 # No -march: the file may lie in a home directory that several machines share.
-_FLAGS = ("-O3", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
+_FLAGS = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
 _CHECK_BYTES = hashlib.sha256().digest_size
 _NAME = "moegen_cpu_attention"
 _lock = threading.Lock()
