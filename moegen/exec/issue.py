@@ -125,6 +125,9 @@ class Issuer(Generic[StepT]):
     delays : Delays, optional
     on_bound : callable, optional
         Called as each step is bound.
+    meanwhile : callable, optional
+        Called when there is nothing to issue: does a little of what can wait, and says whether
+        there was any.
 
     Attributes
     ----------
@@ -141,8 +144,10 @@ class Issuer(Generic[StepT]):
         *,
         delays: Delays | None = None,
         on_bound: Callable[[], None] | None = None,
+        meanwhile: Callable[[], bool] | None = None,
     ) -> None:
-        self.kernels, self.delays, self.on_bound = kernels, delays, on_bound
+        self.kernels, self.delays = kernels, delays
+        self.on_bound, self.meanwhile = on_bound, meanwhile
         self.steps: dict[int, StepT] = {}
         self.bound = 0
         self.over = False
@@ -177,16 +182,19 @@ class Issuer(Generic[StepT]):
             itertools.chain.from_iterable(q.records.get(index, ()) for q in self._queues.values())
         )
 
+    def n_recorded(self, index: int) -> int:
+        """How many tasks of step ``index`` have been issued."""
+        return sum(len(q.records.get(index, ())) for q in self._queues.values())
+
     def forget(self, index: int) -> None:
         """Let go of the records of step ``index``, whose times are known."""
         for q in self._queues.values():
             q.records.pop(index, None)
         self._forgotten = index + 1
-        self.wake()
 
     def let_go(self) -> None:
         """Forget all events and whom to call: they refer to each other, and to the buffers."""
-        self.on_bound = None
+        self.on_bound = self.meanwhile = None
         for q in self._queues.values():
             q.records.clear()
             q.ends.clear()
@@ -353,6 +361,8 @@ class Issuer(Generic[StepT]):
 
     def _rest(self, quiet: _Quiet, streams: Streams) -> None:
         """Wait until the bell rings, or it is time to look again."""
+        if self.meanwhile is not None and self.meanwhile():
+            return
         left_s = quiet.left_s(lambda: self._moves(streams))
         if left_s <= 0:
             raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self.standing()}")

@@ -1,7 +1,7 @@
 """execute(): every lane runs its tasks in order and waits only on edges.
 
-`moegen.exec.issue` hands the tasks over, on a thread of its own; times are resolved on the
-caller's, off the lanes, as steps go by.
+`moegen.exec.issue` hands the tasks over, on a thread of its own, which also reads the clocks of
+finished steps when it has nothing to issue; what the caller wants to hear is told on his thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic
@@ -18,15 +17,15 @@ import torch
 
 from moegen.errors import DeadlockError
 from moegen.exec import issue
-from moegen.exec.issue import Delays, Issuer, Kernels, StepT
+from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT
 from moegen.exec.lanes import Clock, Worker, open_streams
 from moegen.graph.task import TaskGraph, TaskId
 
 # A Python thread may keep the interpreter for this long before another gets it: the one that
 # issues work must not wait for the one that reads clocks.
 SWITCH_INTERVAL_S = 5e-5
-# Times resolved before the interpreter is offered to others.
-_RESOLVE_AT_ONCE = 16
+# Times resolved before the lanes are looked at again.
+_RESOLVE_AT_ONCE = 8
 
 
 class Runner(Generic[StepT]):
@@ -63,6 +62,9 @@ class Runner(Generic[StepT]):
         self.resolved = 0  # steps whose times are known
         self.error: BaseException | None = None
         self._changed = threading.Condition()
+        # Of the step whose times are being read: what was recorded, and times so far.
+        self._events: list[Record] = []
+        self._times: list[tuple[TaskId, float, float]] = []
         self.issuer: Issuer[StepT] | None = None
 
     def run(self) -> None:
@@ -77,14 +79,18 @@ class Runner(Generic[StepT]):
         """
         clock = Clock(self.device)
         issuer = self.issuer = Issuer(
-            self.graph, self.kernels, delays=self.delays, on_bound=self._wake
+            self.graph,
+            self.kernels,
+            delays=self.delays,
+            on_bound=self._wake,
+            meanwhile=self._resolve_some,
         )
         streams = open_streams(self.device, clock, self._fail, issuer.wake)
         thread = Worker("moegen-issue", self._issue, issuer, streams)
         with _quick_handover(), _short_collections():
             try:
                 thread.start()
-                self._resolve_along(issuer)
+                self._tell_along(issuer)
             except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
                 self._fail(e)
             if thread.ident is not None:  # it was started
@@ -104,7 +110,8 @@ class Runner(Generic[StepT]):
             self._fail(e)
         if self.error is not None:
             raise self.error
-        self._resolve(issuer, issuer.bound)
+        while self._resolve_some(issuer.bound):
+            pass
         if self.resolved < issuer.bound:
             raise DeadlockError(
                 f"step {self.resolved} ended before all of its tasks had run: {issuer.standing()}"
@@ -141,41 +148,49 @@ class Runner(Generic[StepT]):
         with self._changed:
             self._changed.notify_all()
 
-    # -- times -----------------------------------------------------------------------
+    def _tell_along(self, issuer: Issuer[StepT]) -> None:
+        """Call ``along`` on this thread as steps are bound, until the run is over."""
+        told = 0
 
-    def _resolve_along(self, issuer: Issuer[StepT]) -> None:
-        """Resolve times on this thread until the run is over."""
+        def news() -> bool:
+            return issuer.over or issuer.bound > told
+
         while not issuer.over:
-            # A step's tasks have all finished once the one after the next is bound.
             with self._changed:
-                self._changed.wait_for(
-                    lambda: issuer.over or issuer.bound >= self.resolved + 3, issue.STALL_S
-                )
-            known = self.resolved
-            self._resolve(issuer, issuer.bound - 2)
-            if self.resolved == known:
-                time.sleep(1e-3)  # a late task is waited for; the lanes need the interpreter
+                self._changed.wait_for(news, issue.STALL_S)
+            told = issuer.bound
             if self.along is not None:
                 self.along()
 
-    def _resolve(self, issuer: Issuer[StepT], upto: int) -> None:
-        """Turn the events of steps before ``upto`` into seconds."""
-        for index in range(self.resolved, upto):
-            found = issuer.records_of(index)
-            if len(found) < len(self.graph.tasks):
-                return  # a task that nothing waits for may be late
-            times = []
-            for i, r in enumerate(found):
-                if i % _RESOLVE_AT_ONCE == 0:
-                    time.sleep(0)
-                r.end.synchronize()
-                end = r.end.time_s()
-                start = end if r.start is None else r.start.time_s()
-                times.append((r.task.id._replace(step=index), start, end))
+    # -- times -----------------------------------------------------------------------
+
+    def _resolve_some(self, upto: int | None = None) -> bool:
+        """Turn a few events into seconds, of steps before ``upto``; False if there are none."""
+        issuer, index = self.issuer, self.resolved
+        assert issuer is not None
+        # A step's tasks have all finished once the one after the next is bound, but for one
+        # that nothing waits for.
+        if index >= (issuer.bound - 2 if upto is None else upto):
+            return False
+        if not self._events:
+            if issuer.n_recorded(index) < len(self.graph.tasks):
+                return False
+            self._events = issuer.records_of(index)
+        done = len(self._times)
+        for r in self._events[done : done + _RESOLVE_AT_ONCE]:
+            if upto is None and not r.end.ready():
+                return False
+            r.end.synchronize()
+            end = r.end.time_s()
+            start = end if r.start is None else r.start.time_s()
+            self._times.append((r.task.id._replace(step=index), start, end))
+        if len(self._times) == len(self._events):
+            times, self._events, self._times = self._times, [], []
             issuer.forget(index)
+            self.resolved = index + 1
             if self.on_records is not None:
                 self.on_records(index, times)
-            self.resolved = index + 1
+        return True
 
 
 @contextmanager
