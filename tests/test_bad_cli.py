@@ -407,9 +407,9 @@ def test_a_device_that_is_not_there(place, unloaded, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "line", "limit"),
     [
-        (("--gpu-memory", "100KiB"), "gpu memory", "90.00 KiB"),
+        (("--gpu-memory", "100KiB"), "gpu memory", "97.00 KiB"),
         (("--host-memory", "10MiB"), "host memory", "10.00 MiB"),
-        (("--gpu-memory", "4MiB", "--kv-slots", "5000"), "gpu memory", "3.60 MiB"),
+        (("--gpu-memory", "4MiB", "--kv-slots", "5000"), "gpu memory", "3.88 MiB"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_before_anything_loads(

@@ -23,9 +23,9 @@ from moegen.graph.sound_waves import expert_group, prefill_strategy
 from moegen.graph.strategy import Fetch, Plan, Strategy
 from moegen.graph.workload import Workload
 
-# Left free for what a ledger does not see: the CUDA context and the allocator's rounding on
-# the GPU; the process itself and the page cache on the host.
-GPU_SHARE, HOST_SHARE = 0.9, 0.95
+# Left free for what a ledger does not see: the CUDA context and its kernels on the GPU; the process
+# itself and the page cache on the host.
+GPU_SHARE, HOST_SHARE = 0.97, 0.95
 EXPERT_TILE = 8192
 # With routed fetch the link waits, in each layer, for what leads to the routing: about so many
 # tasks one after another, each so long for host code alone where no rate says it.
