@@ -46,7 +46,7 @@ def answers(engine, s):
     try:
         done = e.generate(PROMPTS, 6, ignore_eos=True, return_logits=True)
     finally:
-        e.machinery.pool.shutdown()
+        e.machinery.decode.close()
         del family.experts, family.expert
     return [x.logits for x in done], sizes
 

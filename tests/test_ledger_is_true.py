@@ -290,7 +290,7 @@ def test_rows_that_are_alike_take_what_was_planned(engine, measured, b_e):
         prompts = [[(7 * i + k) % 100 + 3 for k in range(prompt)] for i in range(n)]
         engine.generate(prompts, gen, ignore_eos=True)
     finally:
-        engine.machinery.pool.shutdown()
+        engine.machinery.decode.close()
     work = Workload.uniform(n, prompt, gen)
     for phase, s in (("prefill", plan.prefill), ("decode", plan.decode)):
         ledger = memory(engine.model, engine.prepared.capacities, s, work, phase=phase)

@@ -231,7 +231,7 @@ def measure_rates(engine: mg.Engine, rows: int, context: int) -> dict[str, float
     a = engine.model.layers[0].attention
     heads = Heads(a.n_heads, a.n_kv_heads, a.head_dim, a.v_head_dim)
     kv = Rows(heads, [context + 1] * rows, engine.machinery.family.dtype, device.type)
-    attender = Attender(heads, engine.machinery.threads)
+    attender = Attender(heads, engine.machinery.decode.threads)
     rates["cpu_attn_alone"] = kv.nbytes / median_s(lambda: attender.decode(kv))
     with link.busy() as h2d:
         rates["cpu_attn_with_h2d"] = kv.nbytes / median_s(lambda: attender.decode(kv), 9)
