@@ -203,10 +203,10 @@ def test_every_op_takes_no_tokens(make, tmp_path):
     spec = ModelSpec.from_pretrained(path)
     family = family_for(spec)
     store = HostWeights.load(path, spec, family)
-    for phase in ("prefill", "decode"):
-        attend = cpu_decode(1)
-        out = step(family, store, [], [], [[] for _ in spec.layers], [], phase, attend)
-        assert out.shape == (0, spec.vocab)
+    with closing(cpu_decode(1)) as attend:
+        for phase in ("prefill", "decode"):
+            out = step(family, store, [], [], [[] for _ in spec.layers], [], phase, attend)
+            assert out.shape == (0, spec.vocab)
 
 
 @pytest.mark.parametrize(

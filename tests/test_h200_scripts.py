@@ -107,8 +107,8 @@ def test_cpu_attention(run):
     for p in d["errors"]:
         assert p["appended"]
         assert p["within"] == (p["beyond_rounding"] < 1e-5)
-        if p["dtype"] == "float32":
-            assert p["max_abs"] < 1e-5
+        # torch rounds probabilities to the dtype, the compiled kernel only its output.
+        assert p["within"] or (p["kind"] == "torch" and p["dtype"] != "float32")
     for p in (*d["by_threads"], *d["mixed"]):
         assert p["share_of_read"] == pytest.approx(p["kv_bytes_per_s"] / p["read_bytes_per_s"])
     assert "Absorbed latent" in run.report
@@ -297,13 +297,13 @@ def test_planned_pinned_bytes_are_those_that_a_run_asks_for(run, monkeypatch):
     from moegen.graph.workload import Workload
 
     asked = []
-    empty_host = buffers.empty_host
+    host_buffer = buffers.host_buffer
 
-    def counted(*shape, **kind):
-        asked.append(empty_host(*shape, **kind))
+    def counted(nbytes):
+        asked.append(host_buffer(nbytes))
         return asked[-1]
 
-    monkeypatch.setattr(buffers, "empty_host", counted)
+    monkeypatch.setattr(buffers, "host_buffer", counted)
     args = Namespace(device="cpu", model="tiny", layers=2, gpu_memory=2**24, host_memory=None)
     model, _ = model_of(args)
     s = Strategy(B=6, b_a=2, b_e=8, omega=0.5)
@@ -312,4 +312,4 @@ def test_planned_pinned_bytes_are_those_that_a_run_asks_for(run, monkeypatch):
         ledger = memory(model, engine.prepared.capacities, s, Workload.uniform(6, 9, 1))
         kv = 6 * 10 * model.kv_bytes_per_token
         taken = engine.weights.nbytes + kv + sum(t.nbytes for t in asked)
-        assert planned_pinned(ledger, s, model, kv) == taken
+        assert planned_pinned(ledger, kv) == taken

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import closing
 from typing import Any
 
 import torch
-from attention_probe import Attender, Heads, Rows
+from attention_probe import Rows
 from harness import Results, parser, say
 from meters import median_s
 
-GROUPED = Heads(n_heads=32, n_kv_heads=8, dk=128, dv=128)
-LATENT = Heads(n_heads=128, n_kv_heads=1, dk=576, dv=512, latent=True)
-# Half a unit in the last place, relative: what rounding the output once may cost.
+from moegen.exec.attention import DecodeShape
+from moegen.exec.decode_attention import cpu_decode
+
+GROUPED = DecodeShape(32, 8, dk=128, dv=128, latent=False, scale=128**-0.5)
+LATENT = DecodeShape(128, 1, dk=576, dv=512, latent=True, scale=576**-0.5)
+# Half a unit in the last place, relative to the value: what rounding the output once may cost.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FLOAT32_ERROR = 1e-5
 
@@ -36,28 +40,34 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--error-rows", type=int, default=48)
     p.add_argument("--each-s", type=float, default=4)
     args = p.parse_args(argv)
-    out = Results(args, B=args.B, context=args.context, cores=cores, heads=vars(GROUPED))
+    out = Results(
+        args,
+        B=args.B,
+        context=args.context,
+        cores=cores,
+        heads=[GROUPED.n_heads, GROUPED.n_kv_heads, GROUPED.dk],
+    )
     threads = sorted({n for n in args.threads if n <= cores}, reverse=True)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for name, heads in (("grouped", GROUPED), ("latent", LATENT)):
+        for name, shape in (("grouped", GROUPED), ("latent", LATENT)):
             rows = args.error_rows if name == "grouped" else max(2, args.error_rows // 8)
             lengths = mixed(rows, args.longest)
-            out.add(error(heads, lengths, dtype, threads[0]) | {"heads": name}, to="errors")
+            out.add(error(shape, lengths, dtype, threads[0]) | {"heads": name}, to="errors")
 
     equal = Rows(GROUPED, [args.context] * args.B, torch.bfloat16)
     for n in out.within(threads, args.each_s):
-        out.add(rates(GROUPED, equal, n), to="by_threads")
+        out.add(rates(equal, n), to="by_threads")
     equal.close()
 
     lengths = mixed(max(1, args.B * args.context * 3 // (args.longest + 2)), args.longest)
     some = Rows(GROUPED, lengths, torch.bfloat16)
     for n in out.within(threads[:3], args.each_s):
-        out.add(rates(GROUPED, some, n) | {"longest": max(lengths)}, to="mixed")
+        out.add(rates(some, n) | {"longest": max(lengths)}, to="mixed")
     some.close()
 
     latent = Rows(LATENT, [args.context] * args.latent_rows, torch.bfloat16)
     for n in out.within(threads[:2], args.each_s):
-        out.add(rates(LATENT, latent, n), to="latent")
+        out.add(rates(latent, n), to="latent")
     latent.close()
     out.done()
 
@@ -68,50 +78,49 @@ def mixed(rows: int, longest: int) -> list[int]:
     return [1, longest, *(round(longest ** rng.random()) for _ in range(rows - 2))][: max(2, rows)]
 
 
-def rates(heads: Heads, x: Rows, threads: int) -> dict[str, Any]:
+def rates(x: Rows, threads: int) -> dict[str, Any]:
     """Bytes and FLOPs a second of the attention, and bytes a second of the plain read."""
-    a = Attender(heads, threads)
-    step_s = median_s(lambda: a.decode(x), 7)
-    read_s = median_s(lambda: a.read(x.store), 7)
-    tokens = sum(x.lengths)
+    with closing(cpu_decode(threads)) as decode:
+        step_s = median_s(lambda: x.attend(decode), 7)
+        read_s = median_s(lambda: decode.read(x.store), 7)
     result = {
         "threads": threads,
-        "kind": a.kind,
+        "kind": decode.kind,
         "rows": len(x.lengths),
-        "tokens": tokens,
+        "tokens": sum(x.lengths),
         "step_s": step_s,
         "kv_bytes_per_s": x.nbytes / step_s,
-        "flops_per_s": heads.flops(tokens) / step_s,
+        "flops_per_s": x.flops() / step_s,
         "read_bytes_per_s": x.nbytes / read_s,
         "share_of_read": read_s / step_s,
     }
-    a.close()
     say(
-        f"{'latent' if heads.latent else 'grouped'}, {len(x.lengths)} rows, {threads} threads "
-        f"({a.kind}): {result['kv_bytes_per_s'] / 1e9:.1f} GB/s, read "
+        f"{'latent' if x.shape.latent else 'grouped'}, {len(x.lengths)} rows, {threads} threads "
+        f"({decode.kind}): {result['kv_bytes_per_s'] / 1e9:.1f} GB/s, read "
         f"{result['read_bytes_per_s'] / 1e9:.1f} GB/s, share {result['share_of_read']:.3f}, "
         f"{result['flops_per_s'] / 1e9:.0f} GFLOP/s"
     )
     return result
 
 
-def error(heads: Heads, lengths: list[int], dtype: torch.dtype, threads: int) -> dict[str, Any]:
+def error(
+    shape: DecodeShape, lengths: list[int], dtype: torch.dtype, threads: int
+) -> dict[str, Any]:
     """Largest error against float64, and what of it rounding the output does not explain."""
-    x = Rows(heads, lengths, dtype)
-    a = Attender(heads, threads)
-    got = a.decode(x).double()
-    a.close()
+    x = Rows(shape, lengths, dtype)
+    with closing(cpu_decode(threads)) as decode:
+        got = x.attend(decode).double()
     wanted = torch.empty_like(got)
     q, new = x.q.double(), x.new_kv.double()
     for r, (start, n) in enumerate(zip(x.start.tolist(), x.lengths, strict=True)):
         kv = torch.cat([x.store[start : start + n - 1].double(), new[r : r + 1]])
-        wanted[r] = exact(heads, q[r], kv)
+        wanted[r] = exact(shape, q[r], kv)
     off = (got - wanted).abs()
     unexplained = (off - ROUNDING[dtype] * wanted.abs()).clamp_min(0)
     appended = torch.equal(x.store[x.last], x.new_kv)
     result = {
         "dtype": str(dtype).removeprefix("torch."),
-        "kind": a.kind,
+        "kind": decode.kind,
         "rows": len(lengths),
         "longest": max(lengths),
         "max_abs": off.max().item(),
@@ -125,18 +134,18 @@ def error(heads: Heads, lengths: list[int], dtype: torch.dtype, threads: int) ->
     return result
 
 
-def exact(heads: Heads, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+def exact(shape: DecodeShape, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """One row in float64; ``q`` [n_heads * dk], ``kv`` [n, kv_width]."""
-    q = q.view(heads.n_heads, heads.dk)
-    if heads.latent:
-        p = torch.softmax(heads.scale * q @ kv.T, -1)
-        return (p @ kv[:, : heads.dv]).reshape(-1)
-    split = heads.n_kv_heads * heads.dk
-    group = heads.n_heads // heads.n_kv_heads
-    k = kv[:, :split].view(len(kv), heads.n_kv_heads, heads.dk).transpose(0, 1)
-    v = kv[:, split:].view(len(kv), heads.n_kv_heads, heads.dv).transpose(0, 1)
+    q = q.view(shape.n_heads, shape.dk)
+    if shape.latent:
+        p = torch.softmax(shape.scale * q @ kv.T, -1)
+        return (p @ kv[:, : shape.dv]).reshape(-1)
+    split = shape.n_kv_heads * shape.dk
+    group = shape.n_heads // shape.n_kv_heads
+    k = kv[:, :split].view(len(kv), shape.n_kv_heads, shape.dk).transpose(0, 1)
+    v = kv[:, split:].view(len(kv), shape.n_kv_heads, shape.dv).transpose(0, 1)
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    p = torch.softmax(heads.scale * torch.einsum("hd,hnd->hn", q, k), -1)
+    p = torch.softmax(shape.scale * torch.einsum("hd,hnd->hn", q, k), -1)
     return torch.einsum("hn,hnd->hd", p, v).reshape(-1)
 
 

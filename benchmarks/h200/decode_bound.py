@@ -19,7 +19,7 @@ import argparse
 import time
 
 import torch
-from attention_probe import Attender, Heads, Rows
+from attention_probe import Rows
 from harness import (
     Results,
     engine_of,
@@ -86,6 +86,8 @@ def main(argv: list[str] | None = None) -> None:
                 load_bytes_per_s=weights.nbytes / load_s,
                 pinned=weights.pinned,
                 notes=engine.notes,
+                cpu_attention=engine.machinery.decode.kind,
+                cpu_threads=engine.machinery.decode.threads,
             )
             say(f"loaded {format_bytes(weights.nbytes)} in {load_s:.1f} s")
             rates = measure_rates(engine, args.probe_rows, args.context)
@@ -179,7 +181,7 @@ def measure(
         "utilization": lane_shares(tl),
         "median_task_s": median_task_s(tl),
         "kv_bytes": kv_bytes,
-        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, s, engine.model, kv_bytes)),
+        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, kv_bytes)),
     }
     out.add(result)
     say(
@@ -228,14 +230,11 @@ def measure_rates(engine: mg.Engine, rows: int, context: int) -> dict[str, float
     link, rates = Link(engine), {}
     rates["h2d_alone"] = link.alone()
 
-    a = engine.model.layers[0].attention
-    heads = Heads(a.n_heads, a.n_kv_heads, a.head_dim, a.v_head_dim)
-    kv = Rows(heads, [context + 1] * rows, engine.machinery.family.dtype, device.type)
-    attender = Attender(heads, engine.machinery.decode.threads)
-    rates["cpu_attn_alone"] = kv.nbytes / median_s(lambda: attender.decode(kv))
+    family, decode = engine.machinery.family, engine.machinery.decode
+    kv = Rows(family.decode_shape(0), [context + 1] * rows, family.dtype, device.type)
+    rates["cpu_attn_alone"] = kv.nbytes / median_s(lambda: kv.attend(decode))
     with link.busy() as h2d:
-        rates["cpu_attn_with_h2d"] = kv.nbytes / median_s(lambda: attender.decode(kv), 9)
-    attender.close()
+        rates["cpu_attn_with_h2d"] = kv.nbytes / median_s(lambda: kv.attend(decode), 9)
     rates["h2d_with_cpu_attn"] = h2d[0] if h2d else rates["h2d_alone"]
 
     some = min(rows, 64)

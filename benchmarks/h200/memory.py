@@ -118,8 +118,7 @@ def measure(
         # One KV store serves both.
         kv = plan.decode.B * (point.prompt_len + point.gen_len) * model.kv_bytes_per_token
         pinned_bytes = max(
-            planned_pinned(x, s, model, kv)
-            for x, s in zip(phases, (plan.prefill, plan.decode), strict=True)
+            planned_pinned(x, kv) for x, s in zip(phases, (plan.prefill, plan.decode), strict=True)
         )
         strategy = plan.decode
     else:
@@ -136,7 +135,7 @@ def measure(
         # A wave by itself has no room for answers in its KV store.
         assert g.shape is not None
         kv = (g.shape.tokens + sum(g.shape.past)) * model.kv_bytes_per_token
-        pinned_bytes = planned_pinned(ledger, strategy, model, kv)
+        pinned_bytes = planned_pinned(ledger, kv)
     result = {
         "model": model.name,
         "layers": point.layers,

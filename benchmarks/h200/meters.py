@@ -94,14 +94,10 @@ class Pinned:
         return int(torch.cuda.host_memory_stats().get("active_bytes.peak", 0))
 
 
-def planned_pinned(ledger: mg.Ledger, s: mg.Strategy, model: mg.ModelSpec, kv_bytes: int) -> int:
+def planned_pinned(ledger: mg.Ledger, kv_bytes: int) -> int:
     """Host bytes that a plan pins: weights, a KV store of ``kv_bytes``, and what lanes stage."""
-    lines = {line.name: line.bytes for line in ledger.host.lines}
-    staged = lines.get("queries and outputs staged", 0)
-    # The row table is made in ordinary memory and pinned once; counts and tokens are pinned alone.
-    small = 8 * (max(layer.n_experts for layer in model.layers) + s.B)
-    table = (lines["row table"] - small) // 2 + small
-    return lines["weights"] + lines.get("weights as packed", 0) + kv_bytes + staged + table
+    store = sum(line.bytes for line in ledger.host.lines if line.name == "KV store")
+    return ledger.host.pinned_bytes - store + kv_bytes
 
 
 class GpuPeak:

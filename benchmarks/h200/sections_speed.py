@@ -95,10 +95,9 @@ def cpu_attention(d: Data, data: dict[str, Data]) -> list[str]:
         "## Decode attention on the CPU",
         "",
         *where(d),
-        f"{d['heads']['n_heads']} query heads in {d['heads']['n_kv_heads']} groups of "
-        f"{d['heads']['dk']}, bf16, beside nothing else. *Read*: a plain vectorised read of the "
-        f"same memory by the same threads. The target is 85% of it at B = {d['B']}, context "
-        f"{d['context']}.",
+        f"{d['heads'][0]} query heads in {d['heads'][1]} groups of {d['heads'][2]}, bf16, beside "
+        f"nothing else. *Read*: a plain vectorised read of the same memory by the same threads. "
+        f"The target is 85% of it at B = {d['B']}, context {d['context']}.",
         "",
     ]
     kinds = {"by_threads": "equal", "mixed": "mixed"}

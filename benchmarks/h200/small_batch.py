@@ -110,7 +110,7 @@ def measure(
         "share_of_bound": bound_s / tl.period_s,
         "utilization": lane_shares(tl),
         "median_task_s": median_task_s(tl),
-        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, s, model, kv_bytes)),
+        **memory_point(ledger, gpu, pinned, planned_pinned(ledger, kv_bytes)),
     }
     say(
         f"B {B} {fetch}, resident {resident}: {moved / 1e9:.2f} GB a step, {tl.period_s * 1e3:.1f} "

@@ -1,6 +1,7 @@
 """The ring slots of one graph, and the small buffers between lanes, as tensors.
 
-Those on the GPU share one block: the allocator rounds each request up.
+Those on the GPU share one block, for the allocator rounds each request up; those in host memory
+share another, which is pinned as a whole.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import math
 
 import torch
 
+from moegen.errors import MachineError
 from moegen.exec.arena import Arena
-from moegen.exec.lanes import empty_host
-from moegen.graph.sizes import BufferSizes, Capacity
+from moegen.exec.pinning import Pins, host_buffer
+from moegen.graph.sizes import HOST_STAGED, BufferSizes, Capacity
 from moegen.graph.task import Ring, TaskGraph
 from moegen.graph.working import aligned
+from moegen.units import format_bytes
 
 __all__ = ["Buffers", "Capacity"]
 
@@ -49,6 +52,13 @@ class Buffers:
     counts: torch.Tensor
     tokens: torch.Tensor
     logits: torch.Tensor
+    host_rows: torch.Tensor
+    host_q: torch.Tensor
+    host_new_kv: torch.Tensor
+    host_attn: torch.Tensor
+    host_counts: torch.Tensor
+    host_tokens: torch.Tensor
+    host_logits: torch.Tensor
 
     def __init__(
         self,
@@ -66,13 +76,8 @@ class Buffers:
         self.rings = graph.rings
         self.device, self.dtype = device, dtype
         self.sizes = BufferSizes(model, strategy, graph.phase, capacity)
-        self.host_rows = self._host("rows")
-        self.host_q, self.host_new_kv = self._host("host_q"), self._host("host_new_kv")
-        self.host_attn = self._host("host_attn")
-        self.host_counts, self.host_tokens = self._host("host_counts"), self._host("host_tokens")
-        # Logits stay within the GPU lane unless someone wants them.
-        kept = capacity.rows if keep_logits else 0
-        self.host_logits = self._host("logits", (kept, model.vocab))
+        self._pins = Pins()
+        self._stage_in_host_memory(capacity.rows if keep_logits else 0)
         # The weights know best how they are packed.
         packed = {"dense": (dense_nbytes,), "expert": (strategy.expert_group * expert_nbytes,)}
         shapes = {
@@ -90,9 +95,27 @@ class Buffers:
         ring = self.sizes.pieces[name].ring
         return self.rings[ring].slots if ring in self.rings else 0
 
-    def _host(self, name: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        size = self.sizes.pieces[name].shape if shape is None else shape
-        return empty_host(*size, dtype=self._dtype(name), device=self.device)
+    def _stage_in_host_memory(self, kept_rows: int) -> None:
+        """What lanes stage there: one block, which the GPU reads and writes itself.
+
+        Logits stay within the GPU lane unless someone wants those of ``kept_rows``.
+        """
+        shapes = {name: self.sizes.pieces[name].shape for name in HOST_STAGED}
+        shapes["logits"] = (kept_rows, self.sizes.pieces["logits"].shape[-1])
+        sizes = {name: math.prod(x) * self._dtype(name).itemsize for name, x in shapes.items()}
+        block = host_buffer(aligned(*sizes.values())).zero_()
+        if self.device.type == "cuda":
+            problem = self._pins.register([block])
+            if problem is not None:
+                raise MachineError(
+                    f"{format_bytes(block.nbytes)} of host memory that the GPU must reach cannot "
+                    f"be pinned: {problem}"
+                )
+        at = 0
+        for name, shape in shapes.items():
+            piece = block[at : at + sizes[name]].view(self._dtype(name)).view(shape)
+            setattr(self, name if name.startswith("host_") else f"host_{name}", piece)
+            at += aligned(sizes[name])
 
     def _dtype(self, name: str) -> torch.dtype:
         kind = self.sizes.pieces[name].kind

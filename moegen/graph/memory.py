@@ -9,6 +9,7 @@ outside: it lies in no process's allocator. So are copies of logits that someone
 from __future__ import annotations
 
 import html
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,7 @@ _REMEDY = {
     "dense slots": "fewer dense_slots",
     "KV slots": "a smaller b_a or fewer kv_slots",
     "row table": "a smaller B",
+    "row table in the making": "a smaller B",
     "hidden states": "a smaller B",
     "positions": "a smaller B",
     "queries, keys and values": "a smaller B (decode) or b_a (prefill)",
@@ -60,6 +62,10 @@ _REMEDY = {
     "libraries": "a GPU with more memory",
     "allocator": "a GPU with more memory",
 }
+# Lines of what a GPU reaches in host memory.
+_PINNED = {
+    "weights", "weights as packed", "KV store", "queries and outputs staged", "row table"
+}  # fmt: skip
 # Lines that no strategy changes.
 _FIXED = {
     "weights", "weights as packed", "embedding and output matrix", "this process", "libraries",
@@ -69,11 +75,15 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Line:
-    """One entry: what, how many bytes, and how they come about."""
+    """One entry: what, how many bytes, and how they come about.
+
+    ``pinned`` host memory is registered with the CUDA driver, if there is a GPU.
+    """
 
     name: str
     bytes: int
     detail: str
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,11 @@ class Section:
     def total_bytes(self) -> int:
         """Bytes asked for."""
         return sum(line.bytes for line in self.lines)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are pinned for a GPU to reach."""
+        return sum(line.bytes for line in self.lines if line.pinned)
 
     @property
     def free_bytes(self) -> int:
@@ -239,7 +254,7 @@ def memory(
     need = _Need(model, s, work, phase, batch)
     return Ledger(
         f"{model.name} on {hw.name}, {phase}, B={s.B}",
-        Section("host", int(hw.host_memory_bytes), _lines(need.host())),
+        Section("host", int(hw.host_memory_bytes), _lines(need.host(), _PINNED)),
         Section("gpu", int(hw.gpu_memory_bytes), _lines(need.gpu(hw.gpu_workspace_bytes))),
     )
 
@@ -254,8 +269,8 @@ def max_batch_eq2(model: ModelSpec, hw: HardwareSpec, work: Workload) -> int:
     return greatest(0, max(0, tokens), lambda rows: work.longest(rows) <= tokens)
 
 
-def _lines(entries: list[tuple[str, int, str]]) -> tuple[Line, ...]:
-    return tuple(Line(*entry) for entry in entries if entry[1])
+def _lines(entries: list[tuple[str, int, str]], pinned: Collection[str] = ()) -> tuple[Line, ...]:
+    return tuple(Line(*entry, pinned=entry[0] in pinned) for entry in entries if entry[1])
 
 
 class _Need:
@@ -273,7 +288,7 @@ class _Need:
 
     def host(self) -> list[tuple[str, int, str]]:
         m, a, rows, sizes = self.model, self.model.act_bytes, self.most.cpu_rows, self.sizes
-        packed = packed_bytes(m)
+        packed, staged = packed_bytes(m), sizes.ring_bytes("host_qkv", "host_attn")
         return [
             ("weights", m.weight_bytes, f"{m.n_params / 1e9:.3f} B parameters"),
             ("weights as packed", packed - m.weight_bytes, "float32 routers, alignment"),
@@ -284,7 +299,7 @@ class _Need:
             ),
             (
                 "queries and outputs staged",
-                sizes.ring_bytes("host_qkv", "host_attn"),
+                staged,
                 f"{rows} rows that the CPU attends to",
             ),
             (
@@ -294,9 +309,10 @@ class _Need:
             ),
             (
                 "row table",
-                2 * sizes.slot_bytes("rows") + sizes.ring_bytes("host_counts", "host_tokens"),
-                f"{self.most.rows} rows, made and pinned; counts by expert, tokens",
+                sizes.host_block_bytes - staged,
+                f"{self.most.rows} rows; counts by expert, tokens; alignment",
             ),
+            ("row table in the making", sizes.slot_bytes("rows"), f"{self.most.rows} rows"),
         ]
 
     def gpu(self, workspace_bytes: float | None) -> list[tuple[str, int, str]]:

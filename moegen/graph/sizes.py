@@ -29,6 +29,9 @@ BLOCK_ALIGN_BYTES = 256
 # Families whose router is kept and computed in float32 whatever the model's dtype.
 FLOAT32_ROUTER = frozenset({"deepseek_v2"})
 
+# What lanes stage in host memory, by the pieces' names; the row table is made up there.
+HOST_STAGED = ("rows", "host_q", "host_new_kv", "host_attn", "host_counts", "host_tokens")
+
 Kind = Literal["activation", "int64", "byte"]
 
 
@@ -191,6 +194,7 @@ class BufferSizes:
 
     def __init__(self, model: ModelSpec, s: Strategy, phase: Phase, capacity: Capacity) -> None:
         self.model, self.strategy, self.phase, self.capacity = model, s, phase, capacity
+        self._slots = ring_slots(model, s) | {"qkv": 2}
         attention = [layer.attention for layer in model.layers]
         self.q = q = max(a.q_width(phase) for a in attention)
         self.kv = kv = max(a.kv_width for a in attention)
@@ -228,10 +232,17 @@ class BufferSizes:
             if not piece.ring.startswith("host_")
         )
 
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one block with what lanes stage in host memory, each tensor aligned."""
+        return sum(
+            -(-self._piece_bytes(self.pieces[name]) // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
+            for name in HOST_STAGED
+        )
+
     def slots(self, ring: str) -> int:
         """Slots of a ring, as the strategy asks for them; a step may use fewer."""
-        wanted = ring_slots(self.model, self.strategy) | {"qkv": 2}
-        return wanted.get(ring, 1)
+        return self._slots.get(ring, 1)
 
     def slot_bytes(self, ring: str) -> int:
         """Bytes of one slot of a ring."""
