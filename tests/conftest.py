@@ -17,7 +17,10 @@ from pathlib import Path
 # Before anything loads torch: threads that the lanes start take their count from here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Machine profiles of one thread, and what tests break in them, are nobody's but the tests'.
-os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "cache-home")
+_OWN = Path(__file__).parents[1] / ".pytest_cache"
+os.environ["XDG_CACHE_HOME"] = str(_OWN / "cache-home")
+# What is compiled is compiled once, whatever cache a test gives its processes.
+os.environ["TORCH_EXTENSIONS_DIR"] = str(_OWN / "extensions")
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402

@@ -44,6 +44,7 @@ class FakeEngine:
     prepared_notes: list[str] = []
     weights = SimpleNamespace(pinned=True)
     notes: list[str] = []
+    cpu_attention = "C++ abacus, 3 threads"
     timelines: list = []
     fail: BaseException | None = None
     fail_loading: BaseException | None = None

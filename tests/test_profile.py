@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from small_models import mixtral  # noqa: E402
 import moegen.exec.profile as profile  # noqa: E402
 from moegen.cache import cache_folder  # noqa: E402
 from moegen.exec import rates  # noqa: E402
+from moegen.exec.attention import DecodeShape  # noqa: E402
+from moegen.exec.decode_attention import cpu_decode  # noqa: E402
 from moegen.exec.lanes import peak_gpu_memory  # noqa: E402
 from moegen.exec.profile import RATES, machine_profile  # noqa: E402
 from moegen.exec.timing import Bench, undisturbed  # noqa: E402
@@ -197,6 +200,25 @@ def test_it_is_measured_anew_when_asked(cache, measured):
     machine_profile(CPU, F32)
     assert machine_profile(CPU, F32, fresh=True).h2d_bytes_per_s == measured[1]
     assert machine_profile(CPU, F32).h2d_bytes_per_s == measured[1]
+
+
+def test_each_kernel_of_the_cpus_attention_has_its_own(cache, measured, monkeypatch):
+    machine_profile(CPU, F32)
+    monkeypatch.setenv("MOEGEN_CPU_ATTENTION", "torch")
+    machine_profile(CPU, F32)
+    machine_profile(CPU, F32)
+    assert len(measured) == 2
+
+
+def test_a_row_costs_more_by_torch_than_by_a_kernel():
+    shape = DecodeShape(4, 2, 16, 16, False, 0.25)
+    costs = []
+    for kind in ("portable", "torch"):
+        with closing(cpu_decode(1, kind)) as decode:
+            seconds, how = rates.short_row(shape, F32, decode)
+            assert kind in how
+            costs.append(seconds)
+    assert 0 < costs[0] < costs[1] < 1e-2
 
 
 def test_capacities_are_those_of_now(cache, measured, monkeypatch):

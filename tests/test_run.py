@@ -544,6 +544,12 @@ def test_other_errors_of_torch_keep_their_traceback(tmp_path, engine, monkeypatc
         main(["run", "--model", str(tmp_path), *files])
 
 
+def test_it_says_what_attended_on_the_cpu(job):
+    done = job([_line(1)], "--json")
+    assert json.loads(done.out)["cpu_attention"] == "C++ abacus, 3 threads"
+    assert "  CPU      attention by C++ abacus, 3 threads" in done.err.splitlines()
+
+
 def test_notes_are_warnings_when_they_arise_and_once_at_the_end(job, engine, monkeypatch):
     before, after = ["pinning will fail: no"], ["weights are not pinned: status 2", "3 not used"]
     monkeypatch.setattr(engine, "prepared_notes", before)

@@ -118,8 +118,7 @@ def measure(
         # One KV store serves both.
         kv = plan.decode.B * (point.prompt_len + point.gen_len) * model.kv_bytes_per_token
         pinned_bytes = max(
-            planned_pinned(x, kv)
-            for x, s in zip(phases, (plan.prefill, plan.decode), strict=True)
+            planned_pinned(x, kv) for x, s in zip(phases, (plan.prefill, plan.decode), strict=True)
         )
         strategy = plan.decode
     else:

@@ -311,6 +311,12 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine {self.model.name} on {self.device}: {self.weights!r}>"
 
+    @property
+    def cpu_attention(self) -> str:
+        """What does the CPU's decode attention: "C++ AVX-512, 15 threads", for example."""
+        decode = self.machinery.decode
+        return f"{decode.kind}, {decode.threads} thread{'s' if decode.threads > 1 else ''}"
+
     def resolve(self, work: Workload) -> Plan:
         """The plan that `generate` will follow for ``work``, checked against the machine.
 

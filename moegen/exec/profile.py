@@ -23,7 +23,6 @@ from moegen.exec.decode_attention import attention_kind
 from moegen.exec.engine import Engine
 from moegen.exec.lanes import forget_gpu_memory, gpu_identity
 from moegen.exec.pinning import locking_problem
-from moegen.exec.timing import undisturbed
 from moegen.graph.build import build
 from moegen.graph.detect import detect
 from moegen.graph.files import read_json, write_json
@@ -68,7 +67,7 @@ _LEAST = {
     "max_position_embeddings": 512,
     "rope_theta": 10000.0,
 }
-_LEAST_STEPS, _SHORT_ROWS = 64, 32
+_LEAST_STEPS = 64
 
 
 def machine_profile(
@@ -101,7 +100,7 @@ def machine_profile(
     - ``cpu_attn_bytes_per_s``: grouped-query decode attention over more KV than caches hold;
       ``cpu_attn_flops``: absorbed latent attention, which arithmetic binds.
     - ``cpu_call_s``, on CPU lanes ``gpu_call_s`` too: decode attention of many short rows of
-      different lengths, in the executor's own run of a small model, over its rows.
+      different lengths, what each more of them takes.
 
     CPU lanes share the cores and the caches: there a product is measured while the weights of
     the next are copied, and what goes on beside products beside them.
@@ -222,31 +221,22 @@ def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> r
     """What the executor's own code takes, from runs of next to no work: a task, and a call."""
     model = ModelSpec.from_config(_LEAST | {"dtype": rates.dtype_name(dtype)}, "overhead")
     few = Strategy(B=4, b_a=1, b_e=64, s_expert=4 * model.expert_bytes, omega=0.5)
-    many = few.with_(B=2 * _SHORT_ROWS, b_a=_SHORT_ROWS)
     with Engine.random(
         model, few, device=str(device), dtype=rates.dtype_name(dtype), hardware=here
     ) as engine:
         g = build(engine.model, few, "decode", kv_len=16)
         engine.execute(g, steps=2)  # kernels are compiled
         tl = engine.execute(g, steps=_LEAST_STEPS)
-        # Neighbours of one length would be taken together.
-        short = build(engine.model, many, "decode", lengths=[15, 16] * _SHORT_ROWS)
-        engine.execute(short, steps=2)
-        calls = engine.execute(short, steps=_LEAST_STEPS // 4)
+        machinery = engine.machinery
+        call = rates.short_row(machinery.family.decode_shape(0), dtype, machinery.decode)
     ends = [float(t) for t in tl.step_end_s]
     # The least: with so many waits between threads, another process disturbs most steps.
     period_s = min(b - a for a, b in itertools.pairwise(ends))
     tiny = f"a model of {model.n_layers} layers {model.hidden} wide"
     how = f"the fastest of {_LEAST_STEPS} steps of {tiny}, over its {len(g)} tasks,"
     found: rates.Found = {"task_s": (period_s / len(g), how)}
-    for name, op in (("cpu_call_s", "attn_cpu"), ("gpu_call_s", "attn_gpu")):
-        if op == "attn_gpu" and device.type == "cuda":
-            continue  # one kernel takes all rows
-        spans = [
-            float(end - start)
-            for task, start, end in zip(calls.ids, calls.start_s, calls.end_s, strict=True)
-            if task.op == op
-        ]
-        how = f"{op} of {_SHORT_ROWS} rows of 15 and 16 tokens in {tiny}, a row,"
-        found[name] = (undisturbed(spans) / _SHORT_ROWS, how)
+    # On CUDA one kernel takes all rows of the GPU.
+    found["cpu_call_s"] = call
+    if device.type == "cpu":
+        found["gpu_call_s"] = call
     return found

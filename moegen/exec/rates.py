@@ -150,6 +150,29 @@ def latent(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, floa
     return attend, 2.0 * LATENT_HEADS * (width + LATENT) * rows * LATENT_CONTEXT
 
 
+def short_row(shape: DecodeShape, dtype: torch.dtype, decode: CpuDecode) -> tuple[float, str]:
+    """Seconds that a row of decode attention takes beside its KV: of many short rows, each more.
+
+    Of different lengths, as neighbours of one length may be taken together.
+    """
+    more, seconds = 8 * decode.threads, []
+    for rows in (more, 2 * more):
+        length = np.resize([15, 16], rows)
+        start = np.cumsum(length) - length
+        store = noise((int(length.sum()), shape.kv_width), dtype)
+        q, new_kv = noise((rows, shape.n_heads * shape.dk), dtype), store[:rows].clone()
+        out = torch.empty(rows, shape.n_heads * shape.dv, dtype=dtype)
+        spans = []
+        for _ in range(_FLOOR_RUNS):
+            t = time.perf_counter()
+            decode.attend(shape, q, new_kv, store, start, length, out)
+            spans.append(time.perf_counter() - t)
+        seconds.append(undisturbed(spans))
+    how = f"decode attention of {2 * more} rows of 15 and 16 tokens against {more}, {decode.kind}"
+    how += f", {decode.threads} thread(s), a row,"
+    return max(seconds[1] - seconds[0], 1e-9) / more, how
+
+
 def _attention(
     shape: DecodeShape, rows: int, context: int, sets: int, dtype: torch.dtype, decode: CpuDecode
 ) -> Work:

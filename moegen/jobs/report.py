@@ -39,6 +39,8 @@ class Report:
         Made after the run, by the same model, for the lengths that came out.
     peak : dict
         The most bytes that were held: ``host`` by the process, ``gpu`` (None on CPU lanes).
+    cpu_attention : str or None
+        What did the CPU's decode attention.
     notes : list of str
         Fallbacks taken, each once.
     """
@@ -53,6 +55,7 @@ class Report:
     summary: Summary | None = None
     predicted: JobEstimate | None = None
     peak: dict[str, int | None] = field(default_factory=dict)
+    cpu_attention: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def resolve(self) -> Resolved:
@@ -74,6 +77,7 @@ class Report:
         self.summary = summary
         if engine is not None:
             self.peak = engine.memory_peak()
+            self.cpu_attention = engine.cpu_attention
             self.note(engine.notes)
             self.predicted = self._estimate(summary.gen_lens)
 
@@ -149,6 +153,7 @@ class Report:
             "load_s": self.load_s,
             "load_bytes": self.load_bytes,
             "load_bytes_per_s": rate,
+            "cpu_attention": self.cpu_attention,
             "notes": list(self.notes),
             "device": self.prepared.device.type,
             "dtype": self.prepared.model.dtype,
