@@ -64,11 +64,13 @@ namespace avx2 {
 #define VARIANT_NAME "AVX2"
 #define IN_REGISTER(v) asm("" : "+x"(v))
 #define LOAD_HALVES(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p)))
+#define ANY_ABOVE(a, b) _mm256_movemask_ps((__m256)((a) > (b)))
 #include "cpu_attention_kernel.h"
 #undef LANES
 #undef VARIANT_NAME
 #undef IN_REGISTER
 #undef LOAD_HALVES
+#undef ANY_ABOVE
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -84,12 +86,39 @@ namespace avx512 {
 #define VARIANT_NAME "AVX-512"
 #define IN_REGISTER(v) asm("" : "+v"(v))
 #define LOAD_HALVES(p) _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(p)))
+#define ANY_ABOVE(a, b) _mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GT_OQ)
 #include "cpu_attention_kernel.h"
 #undef LANES
 #undef VARIANT_NAME
 #undef IN_REGISTER
 #undef LOAD_HALVES
+#undef ANY_ABOVE
 }  // namespace avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c"))), \
+    apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
+#endif
+namespace avx512bf16 {
+#define LANES 16
+#define VARIANT_NAME "AVX-512 BF16"
+#define IN_REGISTER(v) asm("" : "+v"(v))
+#define LOAD_HALVES(p) _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(p)))
+#define ANY_ABOVE(a, b) _mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GT_OQ)
+#define DOT(sum, a, b) (vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
+#include "cpu_attention_kernel.h"
+#undef LANES
+#undef VARIANT_NAME
+#undef IN_REGISTER
+#undef LOAD_HALVES
+#undef ANY_ABOVE
+#undef DOT
+}  // namespace avx512bf16
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -101,7 +130,7 @@ namespace {
 
 const Variant* variants[] = {
 #if defined(__x86_64__)
-    &avx512::variant, &avx2::variant,
+    &avx512bf16::variant, &avx512::variant, &avx2::variant,
 #endif
     &portable::variant,
 #if defined(MOEGEN_WIDE_ANYWHERE)
@@ -112,7 +141,8 @@ const Variant* variants[] = {
 bool runs_here(const Variant* v) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (v == &avx512::variant) {
+  if (v == &avx512bf16::variant || v == &avx512::variant) {
+    if (v == &avx512bf16::variant && !__builtin_cpu_supports("avx512bf16")) return false;
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   }

@@ -33,18 +33,57 @@ struct Unit {
   int64_t partial;     // its place among the partial results, or -1: the row is one unit
 };
 
-// Where memory that will be wanted next is touched ahead, in the order in which it lies.
+#ifndef TUNE_BLOCK_BYTES
+#define TUNE_BLOCK_BYTES 32768
+#endif
+#ifndef TUNE_AHEAD_BYTES
+#define TUNE_AHEAD_BYTES 65536
+#endif
+#ifndef TUNE_HINT
+#define TUNE_HINT 2
+#endif
+#ifndef TUNE_LINES
+#define TUNE_LINES 1
+#endif
+#ifndef TUNE_SLACK
+#define TUNE_SLACK 8
+#endif
+
+// Where memory that will be wanted is touched ahead, in the order in which it lies: up to two
+// stretches a block, a little at each step of the work.
 struct Ahead {
   const char* at = nullptr;
   const char* end = nullptr;
-  int lines = 0;       // a step
+  const char* then = nullptr;
+  const char* then_end = nullptr;
+  int64_t bytes = 0;   // a step
   inline void step() {
-    for (int i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+#if TUNE_HINT >= 0
+    if (at >= end) {
+      if (then == nullptr) return;
+      at = then;
+      end = then_end;
+      then = nullptr;
+    }
+    const char* p = at;
+    const char* const to = p + bytes;
+    do {
+      __builtin_prefetch(p, 0, TUNE_HINT);
+      p += 64 * TUNE_LINES;
+    } while (p < to);
+    at = p;
+#endif
   }
-  inline void span(const void* from, int64_t bytes, int64_t steps) {
-    at = static_cast<const char*>(from);
-    end = at + bytes;
-    lines = static_cast<int>((bytes / 64 + steps) / (steps > 0 ? steps : 1));
+  // So much a step that `steps` touch all of `total`. What is left of before is given up.
+  inline void each(int64_t total, int64_t steps) {
+    bytes = (total + steps - 1) / steps;
+    at = end = then = nullptr;
+  }
+  inline void add(const void* from, const void* to) {
+    if (from >= to) return;
+    const bool first = at == end;
+    (first ? at : then) = static_cast<const char*>(from);
+    (first ? end : then_end) = static_cast<const char*>(to);
   }
 };
 

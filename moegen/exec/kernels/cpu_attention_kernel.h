@@ -4,9 +4,15 @@
 //   LANES   floats in a vector
 //   LOAD_HALVES(p)  LANES float16 numbers at p as float32, where the target can
 //   IN_REGISTER(v)  keeps a vector that is used several times from being loaded each time
+//   DOT(sum, a, b)  adds the products of 2 LANES bfloat16 numbers, pair by pair, where the
+//                   target can: scores of bfloat16 are made by it
+//   ANY_ABOVE(a, b) whether a lane of a is above its fellow in b, where the target can
 // Four query heads of a group and TILE_TOKENS tokens are taken together, so that what is read
 // of K and of q is used several times while it is in registers. Scores lie [token][4 heads]:
 // the maximum, the exponential and the sum over tokens are then plain vector operations.
+//
+// A block of tokens is read in the order in which it lies, as far as it can be: the keys of all
+// heads, then the values of all heads.
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
@@ -25,7 +31,12 @@ typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 constexpr int W = LANES;
 constexpr int TILE_TOKENS = LANES == 16 ? 4 : 2;
 constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 2;
-constexpr int BLOCK = 32;  // tokens, between two looks at the maximum
+constexpr int BLOCK = 32;  // tokens between two looks at the maximum, at most
+// Of a block: what lies in the first cache while all heads' keys and then values are read.
+constexpr int64_t BLOCK_BYTES = TUNE_BLOCK_BYTES;
+constexpr int64_t AHEAD_BYTES = TUNE_AHEAD_BYTES;  // between what is touched ahead and what is read
+// A maximum is raised when it has grown by this factor of 2**: weights and sums are relative to it.
+constexpr float SLACK = TUNE_SLACK;
 
 INLINE int64_t padded(int64_t n) { return (n + 2 * W - 1) / (2 * W) * (2 * W); }
 INLINE vf all(float x) { return x - vf{}; }
@@ -171,12 +182,39 @@ INLINE vf quads(vf a, vf b, vf c, vf d) {
 #undef HIGH2
 }
 
+// What 4 heads and TILE_TOKENS tokens sum up to, as [tokens][4].
+INLINE void reduce(const vf (&sum)[4][TILE_TOKENS], float by, float* s) {
+  constexpr int T = TILE_TOKENS;
+  vf r[T];
+  UNROLL for (int t = 0; t < T; ++t) r[t] = quads(sum[0][t], sum[1][t], sum[2][t], sum[3][t]);
+#if LANES == 16
+#define FIRST 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define SECOND 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define EVEN 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ODD 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+  const vf x = SHUFFLE(r[0], r[1], FIRST) + SHUFFLE(r[0], r[1], SECOND);
+  const vf y = SHUFFLE(r[2], r[3], FIRST) + SHUFFLE(r[2], r[3], SECOND);
+  keep(s, (SHUFFLE(x, y, EVEN) + SHUFFLE(x, y, ODD)) * all(by));
+#undef FIRST
+#undef SECOND
+#undef EVEN
+#undef ODD
+#elif LANES == 8
+  keep(s, (SHUFFLE(r[0], r[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           SHUFFLE(r[0], r[1], 4, 5, 6, 7, 12, 13, 14, 15)) * all(by));
+#else
+  UNROLL for (int t = 0; t < T; ++t) keep(s + 4 * t, r[t] * all(by));
+#endif
+}
+
 // Scores of H heads (q [4][dk], what is beyond H unread) and the tokens at k, to s [tokens][4].
 template <int H, class E>
-INLINE void scores(const float* q, int64_t dk, const E* const* k, float* s) {
+INLINE void scores(const float* q, int64_t dk, const E* const* k, float by, float* s,
+                   Ahead& ahead) {
   constexpr int T = TILE_TOKENS;
   vf sum[4][T] = {};
   for (int64_t d = 0; d < dk; d += 2 * W) {
+    ahead.step();
     vf key[2][T];
     UNROLL for (int t = 0; t < T; ++t) load(k[t] + d, key[0][t], key[1][t]);
     UNROLL for (int half = 0; half < 2; ++half) {
@@ -187,27 +225,28 @@ INLINE void scores(const float* q, int64_t dk, const E* const* k, float* s) {
       }
     }
   }
-  vf r[T];
-  UNROLL for (int t = 0; t < T; ++t) r[t] = quads(sum[0][t], sum[1][t], sum[2][t], sum[3][t]);
-#if LANES == 16
-#define FIRST 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define SECOND 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define EVEN 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define ODD 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-  const vf x = SHUFFLE(r[0], r[1], FIRST) + SHUFFLE(r[0], r[1], SECOND);
-  const vf y = SHUFFLE(r[2], r[3], FIRST) + SHUFFLE(r[2], r[3], SECOND);
-  keep(s, SHUFFLE(x, y, EVEN) + SHUFFLE(x, y, ODD));
-#undef FIRST
-#undef SECOND
-#undef EVEN
-#undef ODD
-#elif LANES == 8
-  keep(s, SHUFFLE(r[0], r[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-              SHUFFLE(r[0], r[1], 4, 5, 6, 7, 12, 13, 14, 15));
-#else
-  UNROLL for (int t = 0; t < T; ++t) keep(s + 4 * t, r[t]);
-#endif
+  reduce(sum, by, s);
 }
+#ifdef DOT
+template <int H>
+INLINE void scores(const bf16* q, int64_t dk, const bf16* const* k, float by, float* s,
+                   Ahead& ahead) {
+  constexpr int T = TILE_TOKENS;
+  vf sum[4][T] = {};
+  for (int64_t d = 0; d < dk; d += 2 * W) {
+    ahead.step();
+    vu key[T];
+    UNROLL for (int t = 0; t < T; ++t) std::memcpy(&key[t], k[t] + d, sizeof key[t]);
+    UNROLL for (int h = 0; h < H; ++h) {
+      vu query;
+      std::memcpy(&query, q + h * dk + d, sizeof query);
+      IN_REGISTER(query);
+      UNROLL for (int t = 0; t < T; ++t) sum[h][t] = DOT(sum[h][t], query, key[t]);
+    }
+  }
+  reduce(sum, by, s);
+}
+#endif
 
 // o [4][dv] += p [n][4] times the n values at v, N vectors of columns from d on.
 template <int H, int N, class E>
@@ -218,7 +257,7 @@ INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float*
     UNROLL for (int i = 0; i < N; ++i) sum[h][i] = load(o + h * dv + i * W);
   }
   for (int t = 0; t < n; ++t) {
-    if (t % 4 == 0) ahead.step();
+    ahead.step();
     vf value[N];
     UNROLL for (int i = 0; i < N; i += 2) {
       load(v + t * stride + i * W, value[i], value[i + 1]);
@@ -233,28 +272,44 @@ INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float*
   }
 }
 
-// The state of up to four query heads that share a key: maximum, sum, weighted values.
+// The state of up to four query heads that share a key. Lane i is of head i % 4.
 struct Heads {
-  float* q;      // [4][dk], scaled by log2(e) too: scores are exponents of 2
+  void* q;       // [4][dk], as keys are multiplied: float32 or bfloat16
   float* o;      // [4][dv]
-  float max[4];
-  float sum[W];  // by lane; head h in lanes h, h + 4, ...
+  float* s;      // [BLOCK + TILE_TOKENS][4]: scores, then weights
+  float max[W];  // what the weights are relative to, the same in all lanes of a head
+  float sum[W];  // of weights, by lane
 };
 
-// The next n <= BLOCK tokens: keys at k, values at v, both with their strides.
-template <int H, class E>
-INLINE void attend(Heads& state, int64_t dk, int64_t dv, const E* k, int64_t k_stride, const E* v,
-                   int64_t v_stride, int n, Ahead& ahead) {
-  alignas(64) float s[4 * (BLOCK + TILE_TOKENS)];
-  for (int t = 0; t < n; t += TILE_TOKENS) {
-    // Beyond the end the last token stands in: what lies there is no one's.
-    const E* at[TILE_TOKENS];
-    UNROLL for (int i = 0; i < TILE_TOKENS; ++i) {
-      at[i] = k + (t + i < n ? t + i : n - 1) * k_stride;
-    }
-    scores<H>(state.q, dk, at, s + 4 * t);
-    ahead.step();
+INLINE bool any_above(vf a, vf b) {
+#ifdef ANY_ABOVE
+  return ANY_ABOVE(a, b);
+#else
+  const vi above = a > b;
+  int any = 0;
+  for (int i = 0; i < W; ++i) any |= above[i];
+  return any != 0;
+#endif
+}
+
+// Weights and values so far, relative to new maxima.
+__attribute__((noinline)) void raise(Heads& state, vf top, int64_t dv) {
+  const vf old = load(state.max);
+  const vf now = top > old + all(SLACK) ? top : old;
+  // What had no maximum has no weights either.
+  const vf less = exp2_of(old < now ? old - now : vf{});
+  keep(state.max, now);
+  keep(state.sum, load(state.sum) * less);
+  for (int h = 0; h < 4; ++h) {
+    if (less[h] == 1.0f) continue;
+    float* o = state.o + h * dv;
+    for (int64_t d = 0; d < dv; d += W) keep(o + d, load(o + d) * all(less[h]));
   }
+}
+
+// Scores of n tokens to weights.
+INLINE void soften(Heads& state, int n, int64_t dv) {
+  float* s = state.s;
   const int end = (4 * n + W - 1) / W * W;
   for (int i = 4 * n; i < end; ++i) s[i] = -__builtin_inff();
   vf top = load(s);
@@ -262,49 +317,51 @@ INLINE void attend(Heads& state, int64_t dk, int64_t dv, const E* k, int64_t k_s
     const vf x = load(s + i);
     top = x > top ? x : top;
   }
-  float most[W];
-  keep(most, top);
-  for (int i = 4; i < W; ++i) most[i % 4] = most[i] > most[i % 4] ? most[i] : most[i % 4];
-  bool grows = false;
-  for (int h = 0; h < H; ++h) grows |= most[h] > state.max[h];
-  if (grows) {
-    float less[W];
-    for (int i = 0; i < W; ++i) {
-      const float old = state.max[i % 4], now = most[i % 4];
-      less[i] = now > old ? old - now : 0.0f;
-    }
-    keep(less, exp2_of(load(less)));
-    keep(state.sum, load(state.sum) * load(less));
-    for (int h = 0; h < H; ++h) {
-      if (!(most[h] > state.max[h])) continue;
-      const vf by = all(less[h]);
-      for (int64_t d = 0; d < dv; d += W) keep(state.o + h * dv + d, load(state.o + h * dv + d) * by);
-      state.max[h] = most[h];
-    }
-  }
-  float level[W];
-  for (int i = 0; i < W; ++i) level[i] = state.max[i % 4];
-  const vf shift = load(level);
+#if LANES == 16
+  const vf far = SHUFFLE(top, top, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  top = far > top ? far : top;
+  const vf near = SHUFFLE(top, top, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  top = near > top ? near : top;
+#elif LANES == 8
+  const vf near = SHUFFLE(top, top, 4, 5, 6, 7, 0, 1, 2, 3);
+  top = near > top ? near : top;
+#endif
+  if (any_above(top, load(state.max) + all(SLACK))) raise(state, top, dv);
+  const vf level = load(state.max);
   vf sum = load(state.sum);
   for (int i = 0; i < end; i += W) {
-    const vf p = exp2_of(load(s + i) - shift);
+    const vf p = exp2_of(load(s + i) - level);
     sum += p;
     keep(s + i, p);
   }
   keep(state.sum, sum);
-  int64_t d = 0;
-  for (; d + VALUE_VECTORS * W <= dv; d += VALUE_VECTORS * W) {
-    add_values<H, VALUE_VECTORS>(s, v + d, v_stride, n, state.o + d, dv, ahead);
-  }
-  for (; d < dv; d += 2 * W) add_values<H, 2>(s, v + d, v_stride, n, state.o + d, dv, ahead);
 }
 
-template <class E>
-__attribute__((noinline)) void attend_heads(int h, Heads& state, int64_t dk, int64_t dv,
-                                            const E* k, int64_t k_stride, const E* v,
-                                            int64_t v_stride, int n, Ahead& ahead) {
-  if (h > 1) attend<4>(state, dk, dv, k, k_stride, v, v_stride, n, ahead);
-  else attend<1>(state, dk, dv, k, k_stride, v, v_stride, n, ahead);
+// The weights of the next n <= BLOCK tokens, whose keys are at k.
+template <int H, class Q, class E>
+__attribute__((noinline)) void attend_keys(Heads& state, int64_t dk, int64_t dv, const E* k,
+                                           int64_t stride, float by, int n, Ahead& ahead) {
+  const Q* q = static_cast<const Q*>(state.q);
+  for (int t = 0; t < n; t += TILE_TOKENS) {
+    // Beyond the end the last token stands in: what lies there is no one's.
+    const E* at[TILE_TOKENS];
+    UNROLL for (int i = 0; i < TILE_TOKENS; ++i) {
+      at[i] = k + (t + i < n ? t + i : n - 1) * stride;
+    }
+    scores<H>(q, dk, at, by, state.s + 4 * t, ahead);
+  }
+  soften(state, n, dv);
+}
+
+// Adds their values, which are at v.
+template <int H, class E>
+__attribute__((noinline)) void attend_values(Heads& state, int64_t dv, const E* v, int64_t stride,
+                                             int n, Ahead& ahead) {
+  int64_t d = 0;
+  for (; d + VALUE_VECTORS * W <= dv; d += VALUE_VECTORS * W) {
+    add_values<H, VALUE_VECTORS>(state.s, v + d, stride, n, state.o + d, dv, ahead);
+  }
+  for (; d < dv; d += 2 * W) add_values<H, 2>(state.s, v + d, stride, n, state.o + d, dv, ahead);
 }
 
 // Whether heads fill vectors: then numbers lie in scratch as `load` leaves them, else in order.
@@ -345,21 +402,33 @@ INLINE void finish(const Job& job, int head, float max, float sum, const float* 
   }
 }
 
+// What queries are multiplied as.
+template <class E>
+struct QueryOf { using type = float; };
+#ifdef DOT
+template <>
+struct QueryOf<bf16> { using type = bf16; };
+#endif
+
 template <class E>
 void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
   const int group = job.n_heads / job.n_kv, tiles = (group + 3) / 4, n_tiles = tiles * job.n_kv;
   const int64_t dk = padded(job.dk), dv = padded(job.dv), width = job.width;
-  // Keys that many heads read, or that do not fill vectors, are made float32 once a block.
-  const bool fill = fills(job);
-  const bool direct = fill && (sizeof(E) == 4 || tiles == 1);
-  const int64_t values = job.latent ? 0 : dv;
+  // Keys and values that many heads read, or that do not fill vectors, are made float32 once a
+  // block.
+  using Q = typename QueryOf<E>::type;
+  const bool fill = fills(job), dots = fill && sizeof(Q) == 2;
+  const bool direct_k = fill && (dots || sizeof(E) == 4 || tiles == 1);
+  const bool direct_v = fill && (sizeof(E) == 4 || tiles <= 2);
   const int64_t heads_size = (int64_t(sizeof(Heads)) + 63) / 64 * 16;
-  float* at = space.take(n_tiles * (heads_size + 4 * (dk + dv)) + BLOCK * (dk + values));
+  constexpr int64_t s_size = 4 * (BLOCK + TILE_TOKENS);
+  float* at = space.take(n_tiles * (heads_size + 4 * (dk + dv) + s_size) + BLOCK * (dk + dv));
   auto heads = [=](int i) { return reinterpret_cast<Heads*>(at + i * heads_size); };
-  float* qs = at + n_tiles * heads_size;
+  float* ss = at + n_tiles * heads_size;
+  float* qs = ss + n_tiles * s_size;
   float* os = qs + n_tiles * 4 * dk;
   float* wide_k = os + n_tiles * 4 * dv;
-  float* wide_v = job.latent ? wide_k : wide_k + BLOCK * dk;
+  float* wide_v = wide_k + BLOCK * dk;
 
   E* store = static_cast<E*>(job.store);
   if (u.last) {
@@ -367,55 +436,87 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
     std::memcpy(store + (u.hi - 1) * width, fresh, width * sizeof(E));
   }
   const E* q = static_cast<const E*>(job.q) + u.row * job.q_stride;
-  const float scale = job.scale * 1.44269504088896341f;
+  const float scale = job.scale * 1.44269504088896341f;  // scores are exponents of 2
   std::memset(os, 0, n_tiles * 4 * dv * sizeof(float));
+  std::memset(qs, 0, n_tiles * 4 * dk * sizeof(float));
   for (int i = 0; i < n_tiles; ++i) {
     Heads& state = *heads(i);
     state.q = qs + i * 4 * dk;
     state.o = os + i * 4 * dv;
+    state.s = ss + i * s_size;
     const int first = i % tiles * 4, n = group - first < 4 ? group - first : 4;
-    for (int h = 0; h < 4; ++h) {
-      state.max[h] = -__builtin_inff();
-      float* to = state.q + h * dk;
-      if (h < n) widen(fill, q + (i / tiles * group + first + h) * job.dk, job.dk, scale, to);
-      else std::memset(to, 0, dk * sizeof(float));
+    const E* from = q + (i / tiles * group + first) * job.dk;
+    if (dots) std::memcpy(state.q, from, n * dk * sizeof(E));
+    else {
+      float* to = qs + i * 4 * dk;
+      for (int h = 0; h < n; ++h) widen(fill, from + h * job.dk, job.dk, 1.0f, to + h * dk);
     }
+    for (int w = 0; w < W; ++w) state.max[w] = -__builtin_inff();
     std::memset(state.sum, 0, sizeof state.sum);
   }
 
-  const int block = direct || job.dk <= 256 ? BLOCK : BLOCK / 2;
   const int64_t token_bytes = width * sizeof(E);
+  int64_t block = BLOCK_BYTES / token_bytes / 4 * 4;
+  block = block < 4 ? 4 : block > BLOCK ? BLOCK : block;
+  const int64_t far = (AHEAD_BYTES + token_bytes - 1) / token_bytes;
   const int64_t columns = (dv / W + VALUE_VECTORS - 1) / VALUE_VECTORS;
+  const Unit* after = nullptr;
+  bool asked = false;
   Ahead ahead;
   for (int64_t t = u.lo; t < u.hi; t += block) {
     const int n = static_cast<int>(u.hi - t < block ? u.hi - t : block);
-    const int64_t steps = n_tiles * ((n + TILE_TOKENS - 1) / TILE_TOKENS + columns * ((n + 3) / 4));
-    const int64_t then = t + n;
-    if (then < u.hi) {
-      const int64_t more = u.hi - then < block ? u.hi - then : block;
-      ahead.span(store + then * width, more * token_bytes, steps);
-    } else if (const Unit* after = next()) {
-      const int64_t more = after->hi - after->lo < block ? after->hi - after->lo : block;
-      ahead.span(store + after->lo * width, more * token_bytes, steps);
-    } else {
-      ahead = Ahead();
+    const int64_t steps =
+        n_tiles * ((n + TILE_TOKENS - 1) / TILE_TOKENS * (dk / (2 * W)) + columns * n);
+    ahead.each(n * token_bytes, steps);
+    if (TUNE_HINT >= 0) {
+      // Tokens as if the next unit's followed this one's.
+      const int64_t from = t + far, to = from + n;
+      if (from < u.hi) ahead.add(store + from * width, store + (to < u.hi ? to : u.hi) * width);
+      if (to > u.hi) {
+        if (!asked) after = next();
+        asked = true;
+        const int64_t skip = from < u.hi ? 0 : from - u.hi, end = to - u.hi;
+        if (after) {
+          const int64_t more = after->hi - after->lo;
+          if (skip < more) {
+            ahead.add(store + (after->lo + skip) * width,
+                      store + (after->lo + (end < more ? end : more)) * width);
+          }
+        }
+      }
     }
     const E* token = store + t * width;
     for (int j = 0; j < job.n_kv; ++j) {
       const E* k = token + int64_t(j) * job.dk;
-      const E* v = job.latent ? k : token + int64_t(job.n_kv) * job.dk + int64_t(j) * job.dv;
-      if (!direct) {
-        for (int i = 0; i < n; ++i) {
-          widen(fill, k + i * width, job.dk, 1.0f, wide_k + i * dk);
-          if (!job.latent) widen(fill, v + i * width, job.dv, 1.0f, wide_v + i * dv);
-        }
+      if (!direct_k) {
+        for (int i = 0; i < n; ++i) widen(fill, k + i * width, job.dk, 1.0f, wide_k + i * dk);
       }
       for (int i = 0; i < tiles; ++i) {
-        const int h = group - 4 * i;
         Heads& state = *heads(j * tiles + i);
-        if (direct) attend_heads(h, state, dk, dv, k, width, v, width, n, ahead);
-        else {
-          attend_heads<float>(h, state, dk, dv, wide_k, dk, wide_v, job.latent ? dk : dv, n, ahead);
+        const bool one = group - 4 * i == 1;
+        if (!direct_k) {
+          (one ? attend_keys<1, float, float> : attend_keys<4, float, float>)(
+              state, dk, dv, wide_k, dk, scale, n, ahead);
+        } else {
+          (one ? attend_keys<1, Q, E> : attend_keys<4, Q, E>)(state, dk, dv, k, width, scale, n,
+                                                              ahead);
+        }
+      }
+    }
+    const E* values = job.latent ? token : token + int64_t(job.n_kv) * job.dk;
+    for (int j = 0; j < job.n_kv; ++j) {
+      const E* v = values + int64_t(j) * job.dv;
+      if (!direct_v) {
+        for (int i = 0; i < n; ++i) widen(fill, v + i * width, job.dv, 1.0f, wide_v + i * dv);
+      }
+      for (int i = 0; i < tiles; ++i) {
+        Heads& state = *heads(j * tiles + i);
+        const bool one = group - 4 * i == 1;
+        if (!direct_v) {
+          (one ? attend_values<1, float> : attend_values<4, float>)(state, dv, wide_v, dv, n,
+                                                                    ahead);
+        } else {
+          (one ? attend_values<1, E> : attend_values<4, E>)(state, dv, v, width, n, ahead);
         }
       }
     }
