@@ -71,6 +71,7 @@ namespace avx2 {
 #undef IN_REGISTER
 #undef LOAD_HALVES
 #undef ANY_ABOVE
+#undef BLEND
 }  // namespace avx2
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -87,12 +88,14 @@ namespace avx512 {
 #define IN_REGISTER(v) asm("" : "+v"(v))
 #define LOAD_HALVES(p) _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(p)))
 #define ANY_ABOVE(a, b) _mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GT_OQ)
+#define BLEND(mask, a, b) (vf)_mm512_mask_blend_ps(mask, (__m512)(a), (__m512)(b))
 #include "cpu_attention_kernel.h"
 #undef LANES
 #undef VARIANT_NAME
 #undef IN_REGISTER
 #undef LOAD_HALVES
 #undef ANY_ABOVE
+#undef BLEND
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -110,6 +113,7 @@ namespace avx512bf16 {
 #define IN_REGISTER(v) asm("" : "+v"(v))
 #define LOAD_HALVES(p) _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(p)))
 #define ANY_ABOVE(a, b) _mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GT_OQ)
+#define BLEND(mask, a, b) (vf)_mm512_mask_blend_ps(mask, (__m512)(a), (__m512)(b))
 #define DOT(sum, a, b) (vf)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b))
 #include "cpu_attention_kernel.h"
 #undef LANES
@@ -117,6 +121,7 @@ namespace avx512bf16 {
 #undef IN_REGISTER
 #undef LOAD_HALVES
 #undef ANY_ABOVE
+#undef BLEND
 #undef DOT
 }  // namespace avx512bf16
 #if defined(__clang__)

@@ -66,17 +66,17 @@ struct Ahead {
       then = nullptr;
     }
     const char* p = at;
-    const char* const to = p + bytes;
+    at = p + bytes;
     do {
       __builtin_prefetch(p, 0, TUNE_HINT);
       p += 64 * TUNE_LINES;
-    } while (p < to);
-    at = p;
+    } while (p < at);
 #endif
   }
   // So much a step that `steps` touch all of `total`. What is left of before is given up.
   inline void each(int64_t total, int64_t steps) {
-    bytes = (total + steps - 1) / steps;
+    constexpr int64_t each = 64 * TUNE_LINES;
+    bytes = ((total + steps - 1) / steps + each - 1) / each * each;
     at = end = then = nullptr;
   }
   inline void add(const void* from, const void* to) {

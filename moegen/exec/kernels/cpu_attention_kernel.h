@@ -158,23 +158,28 @@ INLINE float exp2_of(float x) { return exp2_of(all(x))[0]; }
 // Sums of 4 vectors, four lanes at a time: in each 128 bits the sums of a, b, c and d there.
 INLINE vf quads(vf a, vf b, vf c, vf d) {
 #if LANES == 16
-#define LOW 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
-#define HIGH 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
-#define LOW2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31
+#define HIGH 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29
+#define LOW2 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define HIGH2 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
 #elif LANES == 8
-#define LOW 0, 8, 1, 9, 4, 12, 5, 13
-#define HIGH 2, 10, 3, 11, 6, 14, 7, 15
-#define LOW2 0, 1, 8, 9, 4, 5, 12, 13
-#define HIGH2 2, 3, 10, 11, 6, 7, 14, 15
+#define LOW 0, 1, 10, 11, 4, 5, 14, 15
+#define HIGH 2, 3, 8, 9, 6, 7, 12, 13
+#define LOW2 0, 2, 8, 10, 4, 6, 12, 14
+#define HIGH2 1, 3, 9, 11, 5, 7, 13, 15
 #else
-#define LOW 0, 4, 1, 5
-#define HIGH 2, 6, 3, 7
-#define LOW2 0, 1, 4, 5
-#define HIGH2 2, 3, 6, 7
+#define LOW 0, 1, 6, 7
+#define HIGH 2, 3, 4, 5
+#define LOW2 0, 2, 4, 6
+#define HIGH2 1, 3, 5, 7
 #endif
+#ifdef BLEND
+  const vf ab = BLEND(0xcccc, a, b) + SHUFFLE(a, b, HIGH);
+  const vf cd = BLEND(0xcccc, c, d) + SHUFFLE(c, d, HIGH);
+#else
   const vf ab = SHUFFLE(a, b, LOW) + SHUFFLE(a, b, HIGH);
   const vf cd = SHUFFLE(c, d, LOW) + SHUFFLE(c, d, HIGH);
+#endif
   return SHUFFLE(ab, cd, LOW2) + SHUFFLE(ab, cd, HIGH2);
 #undef LOW
 #undef HIGH
@@ -188,14 +193,18 @@ INLINE void reduce(const vf (&sum)[4][TILE_TOKENS], float by, float* s) {
   vf r[T];
   UNROLL for (int t = 0; t < T; ++t) r[t] = quads(sum[0][t], sum[1][t], sum[2][t], sum[3][t]);
 #if LANES == 16
-#define FIRST 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define SECOND 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#ifdef BLEND
+#define TWO(a, b) BLEND(0xff00, a, b)
+#else
+#define TWO(a, b) SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31)
+#endif
+#define SECOND 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23
 #define EVEN 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
 #define ODD 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-  const vf x = SHUFFLE(r[0], r[1], FIRST) + SHUFFLE(r[0], r[1], SECOND);
-  const vf y = SHUFFLE(r[2], r[3], FIRST) + SHUFFLE(r[2], r[3], SECOND);
+  const vf x = TWO(r[0], r[1]) + SHUFFLE(r[0], r[1], SECOND);
+  const vf y = TWO(r[2], r[3]) + SHUFFLE(r[2], r[3], SECOND);
   keep(s, (SHUFFLE(x, y, EVEN) + SHUFFLE(x, y, ODD)) * all(by));
-#undef FIRST
+#undef TWO
 #undef SECOND
 #undef EVEN
 #undef ODD
@@ -252,6 +261,7 @@ INLINE void scores(const bf16* q, int64_t dk, const bf16* const* k, float by, fl
 template <int H, int N, class E>
 INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float* o, int64_t dv,
                        Ahead& ahead) {
+  if (n <= 0) __builtin_unreachable();
   vf sum[H][N];
   UNROLL for (int h = 0; h < H; ++h) {
     UNROLL for (int i = 0; i < N; ++i) sum[h][i] = load(o + h * dv + i * W);
@@ -271,6 +281,39 @@ INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float*
     UNROLL for (int i = 0; i < N; ++i) keep(o + h * dv + i * W, sum[h][i]);
   }
 }
+
+#if defined(DOT) && defined(TUNE_P16)
+template <int H, int N>
+INLINE void add_values(const float* p, const bf16* v, int64_t stride, int n, float* o, int64_t dv,
+                       Ahead& ahead) {
+  if (n <= 0) __builtin_unreachable();
+  vf sum[H][N];
+  UNROLL for (int h = 0; h < H; ++h) {
+    UNROLL for (int i = 0; i < N; ++i) sum[h][i] = load(o + h * dv + i * W);
+  }
+  for (int t = 0; t < n; t += 2) {
+    ahead.step();
+    ahead.step();
+    const bf16* a = v + t * stride;
+    const bf16* b = t + 1 < n ? a + stride : a;
+    vu value[N];
+    UNROLL for (int i = 0; i < N; i += 2) {
+      vu x, y;
+      std::memcpy(&x, a + i * W, sizeof x);
+      std::memcpy(&y, b + i * W, sizeof y);
+      value[i] = (x & 0xffff) | y << 16;
+      value[i + 1] = x >> 16 | (y & 0xffff0000);
+    }
+    UNROLL for (int h = 0; h < H; ++h) {
+      const vu weight = (vu)all(p[4 * t + h]);
+      UNROLL for (int i = 0; i < N; ++i) sum[h][i] = DOT(sum[h][i], weight, value[i]);
+    }
+  }
+  UNROLL for (int h = 0; h < H; ++h) {
+    UNROLL for (int i = 0; i < N; ++i) keep(o + h * dv + i * W, sum[h][i]);
+  }
+}
+#endif
 
 // The state of up to four query heads that share a key. Lane i is of head i % 4.
 struct Heads {
@@ -330,8 +373,14 @@ INLINE void soften(Heads& state, int n, int64_t dv) {
   const vf level = load(state.max);
   vf sum = load(state.sum);
   for (int i = 0; i < end; i += W) {
-    const vf p = exp2_of(load(s + i) - level);
+    vf p = exp2_of(load(s + i) - level);
+#if defined(DOT) && defined(TUNE_P16)
+    const vu r = rounded_up(p) & 0xffff0000;
+    sum += (vf)r;
+    p = (vf)(r >> 16 | SHUFFLE(r, r, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+#else
     sum += p;
+#endif
     keep(s + i, p);
   }
   keep(state.sum, sum);
