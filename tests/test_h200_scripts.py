@@ -79,24 +79,42 @@ def test_largest_batch_is_what_host_memory_holds(run):
             assert memory(model, hw, s.with_(B=B), work).host.fits == fits
 
 
-def test_link_time_is_that_of_both_ways_to_share_it():
+def test_the_least_time_of_a_step_mixes_what_runs_side_by_side():
     sys.path.insert(0, str(FOLDER))
-    import decode_bound
+    import together
 
     from moegen.graph.task import Lane, Task, TaskId, Work
 
-    def task(op, lane, nbytes):
-        return Task(TaskId(op, "decode", 0, -1, -1, -1), lane, (), (), Work(h2d_bytes=nbytes))
+    rates = {
+        "weights": {"weights": 5.0},
+        "gather": {"gather": 4.0},
+        "attention": {"attention": 10.0},
+        "weights+gather": {"weights": 3.0, "gather": 2.0},
+        "weights+attention": {"weights": 4.0, "attention": 8.0},
+    }
 
-    class Graph:
-        lanes = {
-            Lane.BULK: [task("copy_dense", Lane.BULK, 100)],
-            Lane.KV: [task("fetch_kv", Lane.KV, 20)],
-        }
+    def least(weights, gather=0.0, attention=0.0):
+        work = {"weights": weights, "gather": gather, "attention": attention}
+        return pytest.approx(together.least_s(work, rates))
 
-    rates = {"gather_with_h2d": 2.0, "h2d_with_gather": 3.0, "h2d_with_cpu_attn": 5.0}
-    # 10 s of gathering, in which 30 of the 100 bytes cross as well; the rest at full speed.
-    assert decode_bound.link_s(Graph, rates) == pytest.approx(10 + 70 / 5)
+    assert least(100) == 20
+    # 10 s of gathering beside copies, in which 30 of the 100 bytes cross; the rest at full speed.
+    assert least(100, gather=20) == 10 + 70 / 5
+    # 5 s of attention beside copies, then the copies that are left.
+    assert least(100, attention=40) == 5 + 80 / 5
+    # So little to copy that attention ends alone.
+    assert least(8, attention=40) == 2 + 24 / 10
+
+    def task(op, lane, **work):
+        return Task(TaskId(op, "decode", 0, -1, -1, -1), lane, (), (), Work(**work))
+
+    tasks = [
+        task("copy_dense", Lane.BULK, h2d_bytes=100),
+        task("recv_attn", Lane.ACT, h2d_bytes=3),
+        task("fetch_kv", Lane.KV, h2d_bytes=20),
+        task("attn_cpu", Lane.CPU, host_bytes=40),
+    ]
+    assert together.work_of(tasks) == {"weights": 103, "gather": 20, "attention": 40}
 
 
 def test_cpu_attention(run):

@@ -1,8 +1,9 @@
 """Decode at true width under a cap of GPU memory, against the bound of the same machine.
 
-Measures each resource's rate with its neighbours at work, runs the graph of every point, and holds
-the measured period against ``bound`` at those rates: the largest of each lane's and resource's
-work over its rate, and layers times the dependency chain of one.
+Measures what the link and the CPU's attention do alone and side by side, runs the graph of every
+point, and holds the measured period against the largest of: the least time that link and CPU need
+for the step together (see ``together.py``), each lane's and resource's work over its rate alone,
+and layers times the dependency chain of one.
 
     python benchmarks/h200/decode_bound.py OUT.json [--layers 4]
     python benchmarks/h200/decode_bound.py OUT.json --layers 32 --host-memory 250GiB \
@@ -33,19 +34,20 @@ from harness import (
 )
 from meters import (
     GpuPeak,
-    Link,
     Pinned,
     matmul_flops,
-    median_s,
     memory_point,
     planned_pinned,
 )
+from together import Rates, least_s, work_of
+from together import measure as together
 
 import moegen as mg
 from moegen.graph.bisect import greatest
 from moegen.sim.bounds import bound
 from moegen.units import format_bytes
 
+TOGETHER = "link and CPU together"
 POINTS = (
     "512:0:64:none",
     "512:0.25:64:none",
@@ -90,13 +92,23 @@ def main(argv: list[str] | None = None) -> None:
                 cpu_threads=engine.machinery.decode.threads,
             )
             say(f"loaded {format_bytes(weights.nbytes)} in {load_s:.1f} s")
-            rates = measure_rates(engine, args.probe_rows, args.context)
-            out.put(rates_bytes_per_s=rates)
-            for name, rate in rates.items():
-                say(f"  {name} {rate / 1e9:.1f} G/s")
+            family = engine.machinery.family
+            kv = Rows(
+                family.decode_shape(0),
+                [args.context + 1] * args.probe_rows,
+                family.dtype,
+                args.device,
+            )
+            rates = together(engine, kv, 64)
+            kv.close()
+            n = 4096 if args.device == "cuda" else 128
+            flops = matmul_flops(args.device, n, n, n)
+            out.put(rates_bytes_per_s=rates, bf16_matmul_flops=flops)
+            for mode, by in rates.items():
+                say(f"  {mode}: {', '.join(f'{who} {x / 1e9:.1f} GB/s' for who, x in by.items())}")
             for point in out.within(args.points, args.each_s):
                 try:
-                    tl = measure(engine, whole, point, args, rates, out, gpu, pinned)
+                    tl = measure(engine, whole, point, args, (rates, flops), out, gpu, pinned)
                 except (mg.MoegenError, torch.OutOfMemoryError) as e:
                     say(f"{point}: {e}")
                     out.data.setdefault("failed", []).append(f"{point}: {e}")
@@ -141,12 +153,13 @@ def measure(
     whole: mg.ModelSpec,
     point: str,
     args: argparse.Namespace,
-    rates: dict[str, float],
+    measured: tuple[Rates, float],
     out: Results,
     gpu: GpuPeak,
     pinned: Pinned,
 ) -> mg.Timeline:
     """Run one point and write what came of it."""
+    rates, matmul_flops = measured
     s = strategy_of(engine, whole, point, args)
     g = mg.build(engine.model, s, "decode", kv_len=args.context)
     gpu.reset()
@@ -158,9 +171,10 @@ def measure(
     work = mg.Workload.uniform(s.B, args.context, 1)
     ledger = mg.memory(engine.model, engine.prepared.capacities, s, work)
     kv_bytes = s.B * (args.context + 1) * engine.model.kv_bytes_per_token
-    contended, alone = hardware(rates, contended=True), hardware(rates, contended=False)
-    b, b_alone = (bound(g, mg.CostModel.roofline(hw)) for hw in (contended, alone))
-    mixed = b.parts | {"resource h2d": link_s(g, rates)}
+    cost = mg.CostModel.roofline(hardware(rates, matmul_flops))
+    alone = bound(g, cost)
+    parts = alone.parts | {TOGETHER: least_s(work_of(g), rates)}
+    binds = max(parts, key=parts.__getitem__)
     period = tl.period_s
     result = {
         "strategy": s.to_dict(),
@@ -169,15 +183,13 @@ def measure(
         "steps_s": steps_s(tl),
         "took_s": took_s,
         "tokens_per_s": s.B / period,
-        "bound_s": b.seconds,
-        "binds": b.binds,
-        "bound_parts_s": b.parts,
-        "share_of_bound": b.seconds / period,
-        "bound_at_rates_alone_s": b_alone.seconds,
-        "share_of_bound_at_rates_alone": b_alone.seconds / period,
-        "bound_link_shared_s": max(mixed.values()),
-        "share_of_bound_link_shared": max(mixed.values()) / period,
-        "predicted_period_s": mg.simulate(g, mg.CostModel.roofline(alone), steps=4).period_s,
+        "bound_s": parts[binds],
+        "binds": binds,
+        "bound_parts_s": parts,
+        "share_of_bound": parts[binds] / period,
+        "bound_at_rates_alone_s": alone.seconds,
+        "share_of_bound_at_rates_alone": alone.seconds / period,
+        "predicted_period_s": mg.simulate(g, cost, steps=4).period_s,
         "utilization": lane_shares(tl),
         "median_task_s": median_task_s(tl),
         "kv_bytes": kv_bytes,
@@ -185,88 +197,23 @@ def measure(
     }
     out.add(result)
     say(
-        f"{point}: B {s.B}, period {period * 1e3:.1f} ms, bound {b.seconds * 1e3:.1f} ms "
-        f"({b.binds}), share {result['share_of_bound']:.3f}, at rates alone "
+        f"{point}: B {s.B}, period {period * 1e3:.1f} ms, bound {parts[binds] * 1e3:.1f} ms "
+        f"({binds}), share {result['share_of_bound']:.3f}, at rates alone "
         f"{result['share_of_bound_at_rates_alone']:.3f}, took {took_s:.1f} s"
     )
     return tl
 
 
-def hardware(rates: dict[str, float], *, contended: bool) -> mg.HardwareSpec:
-    """The machine at the measured rates, of each resource with its neighbours at work or alone.
-
-    A gather alone is the most that the KV lane can do, contended or not; that it shares the link
-    with the weights is in the demand on the link.
-    """
+def hardware(rates: Rates, matmul_flops: float) -> mg.HardwareSpec:
+    """The machine at the measured rates of each resource alone."""
     hw = mg.HardwareSpec.from_name("h200")
-    link = rates["h2d_with_cpu_attn" if contended else "h2d_alone"]
+    link = rates["weights"]["weights"]
     return hw.with_(
-        gpu_flops=rates["bf16_matmul_flops"] / hw.efficiency(4096),
+        gpu_flops=matmul_flops / hw.efficiency(4096),
         h2d_bytes_per_s=link,
-        zero_copy_bytes_per_s=min(rates["gather_alone"], link),
-        cpu_attn_bytes_per_s=rates["cpu_attn_with_h2d" if contended else "cpu_attn_alone"],
+        zero_copy_bytes_per_s=min(rates["gather"]["gather"], link),
+        cpu_attn_bytes_per_s=rates["attention"]["attention"],
     )
-
-
-def link_s(g: mg.TaskGraph, rates: dict[str, float]) -> float:
-    """What the link takes for a step when gathers share it with the weights as they do.
-
-    While KV is gathered at its contended rate, weights cross beside it at theirs; the rest of the
-    weights has the link to itself.
-    """
-    by_lane = {
-        lane: sum(t.work.h2d_bytes for t in tasks if t.work is not None)
-        for lane, tasks in g.lanes.items()
-    }
-    kv = by_lane.pop(mg.Lane.KV, 0)
-    gather_s = kv / rates["gather_with_h2d"]
-    rest = max(0.0, sum(by_lane.values()) - gather_s * rates["h2d_with_gather"])
-    return gather_s + rest / rates["h2d_with_cpu_attn"]
-
-
-def measure_rates(engine: mg.Engine, rows: int, context: int) -> dict[str, float]:
-    """Bytes per second of each resource, alone and with its neighbours running."""
-    device = engine.device
-    link, rates = Link(engine), {}
-    rates["h2d_alone"] = link.alone()
-
-    family, decode = engine.machinery.family, engine.machinery.decode
-    kv = Rows(family.decode_shape(0), [context + 1] * rows, family.dtype, device.type)
-    rates["cpu_attn_alone"] = kv.nbytes / median_s(lambda: kv.attend(decode))
-    with link.busy() as h2d:
-        rates["cpu_attn_with_h2d"] = kv.nbytes / median_s(lambda: kv.attend(decode), 9)
-    rates["h2d_with_cpu_attn"] = h2d[0] if h2d else rates["h2d_alone"]
-
-    some = min(rows, 64)
-    start = torch.arange(some, device=device) * (context + 1)
-    length = torch.full((some,), context + 1, device=device)
-    staged = torch.empty_like(kv.store[: some * (context + 1)], device=device)
-    gather = gatherer(staged, kv.store, start, length)
-    rates["gather_alone"] = staged.nbytes / median_s(gather)
-    with link.busy() as h2d:
-        rates["gather_with_h2d"] = staged.nbytes / median_s(gather, 25)
-    rates["h2d_with_gather"] = h2d[0] if h2d else rates["h2d_alone"]
-    kv.close()
-    n = 4096 if device.type == "cuda" else 128
-    rates["bf16_matmul_flops"] = matmul_flops(device.type, n, n, n)
-    return rates
-
-
-def gatherer(staged: torch.Tensor, kv: torch.Tensor, start: torch.Tensor, length: torch.Tensor):
-    """A gather of KV rows as the KV lane makes it, waited for."""
-    from moegen.exec.transfer import transfer_for
-
-    transfer = transfer_for(staged.device)
-    if staged.device.type != "cuda":
-        return lambda: transfer.gather(staged, kv, start, length, start)
-    stream = torch.cuda.Stream(priority=-1)
-
-    def gather() -> None:
-        with torch.cuda.stream(stream):
-            transfer.gather(staged, kv, start, length, start)
-        stream.synchronize()
-
-    return gather
 
 
 if __name__ == "__main__":

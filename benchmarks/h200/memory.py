@@ -103,6 +103,10 @@ def measure(
     work = mg.Workload.uniform(point.rows, point.prompt_len, point.gen_len)
     prepared = engine.prepared.with_plan(dict(point.fixed) or "auto")
     plan = prepared.resolve(work).plan
+    # What an earlier point left resident is not this one's.
+    engine.machinery.keep(
+        plan.prefill.s_params if point.what == "prefill" else plan.decode.s_params
+    )
     gpu.reset()
     pinned.reset_peak()
     if point.what == "job":

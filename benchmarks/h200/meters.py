@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -167,7 +165,7 @@ class Link:
             self._slots[0].copy_(src)
             return None
         # Blocking: a thread that spins would take a core from the CPU's attention.
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._stream):
             self._slots[self._n % 2].copy_(src, non_blocking=True)
             event.record()
@@ -183,32 +181,3 @@ class Link:
         if events[-1] is not None:
             events[-1].synchronize()
         return n * self.nbytes / (time.perf_counter() - t)
-
-    @contextmanager
-    def busy(self) -> Iterator[list[float]]:
-        """Copies all the while; afterwards the list holds their bytes per second."""
-        over, rate, done, begun = threading.Event(), [], [], threading.Event()
-
-        def feed() -> None:
-            ahead: list[Any] = []
-            while not over.is_set():
-                ahead.append(self.copy())
-                if len(ahead) > 3:
-                    oldest = ahead.pop(0)
-                    if oldest is not None:
-                        oldest.synchronize()
-                    done.append(time.perf_counter())
-                    begun.set()
-            if ahead[-1] is not None:
-                ahead[-1].synchronize()
-
-        thread = threading.Thread(target=feed)
-        thread.start()
-        begun.wait()
-        try:
-            yield rate
-        finally:
-            over.set()
-            thread.join()
-        if len(done) > 2:
-            rate.append((len(done) - 1) * self.nbytes / (done[-1] - done[0]))

@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, float]] = {
     "sanitizer": ("sanitizer.py --budget-s 200", 220),
     "decode_bound_whole": (
         "decode_bound.py --layers 32 --host-memory 250GiB --each-s 60 --steps 5 --budget-s 310 "
-        "--points max:0.85:64:whole max:0.7:64:whole",
+        "--points max:1:64:whole max:0.85:64:whole",
         340,
     ),
     "peers": ("peers.py --budget-s 260", 280),

@@ -12,17 +12,16 @@ def decode(d: Data, data: dict[str, Data]) -> list[str]:
         *where(d),
         f"{d['layers']} layers of {d['model']} at true width, random weights, context "
         f"{d['context']}, expert slots for one layer. Period: `period_s` of the measured Timeline. "
-        f"Bound: the largest of each lane's and resource's work over its rate, and layers times "
-        f"one layer's dependency chain, at the rates below, measured in the same run with their "
-        f"neighbours running. *Rates alone*: the same at those of each resource alone. *Link "
-        f"shared*: with what the link is slower by while KV is gathered beside the weights. "
-        f"Predicted: `moegen.simulate` at the rates of each resource alone.",
+        f"Bound: the largest of the least time that link and CPU need for the step's bytes, "
+        f"whatever of them runs side by side (at the rates below, all measured in the same run), "
+        f"of each lane's and resource's work over its rate alone, and of layers times one layer's "
+        f"dependency chain. *Rates alone*: without the first. Predicted: `moegen.simulate` at the "
+        f"rates alone.",
         "",
     ]
     rows = []
     for p in d.get("points", ()):
         s = p["strategy"]
-        shared = p.get("share_of_bound_link_shared")
         rows.append(
             [
                 f"{s['B']:,}",
@@ -34,21 +33,19 @@ def decode(d: Data, data: dict[str, Data]) -> list[str]:
                 ms(p["bound_s"]),
                 p["binds"],
                 f"{p['share_of_bound']:.1%}",
-                "" if shared is None else f"{shared:.1%}",
                 f"{p['share_of_bound_at_rates_alone']:.1%}",
                 ms(p["predicted_period_s"]),
             ]
         )
     lines += table(
-        "B | ω | b_a | kept | period | tokens/s | bound | binds | share | link shared | "
-        "rates alone | predicted",
+        "B | ω | b_a | kept | period | tokens/s | bound | binds | share | rates alone | predicted",
         rows,
     )
     shares = [p["share_of_bound"] for p in d.get("points", ())]
     if shares:
         enough = sum(x >= 0.95 for x in shares)
         lines += [f"The least share is {min(shares):.1%}; {enough} of {len(shares)} reach 95%.", ""]
-    return [*lines, *left_out(d), *_loading(d), *_rates(d.get("rates_bytes_per_s", {}))]
+    return [*lines, *left_out(d), *_loading(d), *_rates(d)]
 
 
 def whole(d: Data, data: dict[str, Data]) -> list[str]:
@@ -71,23 +68,19 @@ def _loading(d: Data) -> list[str]:
     ]
 
 
-RATES = {
-    "h2d_alone": "weights up by the copy engine, alone",
-    "h2d_with_cpu_attn": "the same while the CPU attends",
-    "h2d_with_gather": "the same while KV is gathered",
-    "cpu_attn_alone": "CPU decode attention over its KV, alone",
-    "cpu_attn_with_h2d": "the same while weights go up",
-    "gather_alone": "KV gathered by a zero-copy kernel, alone",
-    "gather_with_h2d": "the same while weights go up",
-}
-
-
-def _rates(rates: Data) -> list[str]:
-    rows = [[text, f"{gb(rates[name])} GB/s"] for name, text in RATES.items() if name in rates]
-    if "bf16_matmul_flops" in rates:
-        flops = rates["bf16_matmul_flops"]
-        rows.append(["bf16 matmul, 4096 x 4096 x 4096", f"{tera(flops)} TFLOP/s"])
-    return ["Rates of the same run:", "", *table("what | rate", rows)] if rows else []
+def _rates(d: Data) -> list[str]:
+    says = {"weights": "weights, copied", "gather": "KV, gathered", "attention": "CPU attention"}
+    rates = d.get("rates_bytes_per_s", {})
+    rows = [
+        [mode.replace("+", ", "), *(f"{gb(by[who])} GB/s" if who in by else "" for who in says)]
+        for mode, by in rates.items()
+    ]
+    if not rows:
+        return []
+    flops = d.get("bf16_matmul_flops")
+    lines = ["Rates of the same run, of what runs side by side:", ""]
+    lines += table(f"at work | {' | '.join(says.values())}", rows)
+    return lines + ([f"bf16 matmul of 4096: {tera(flops)} TFLOP/s.", ""] if flops else [])
 
 
 def cpu_attention(d: Data, data: dict[str, Data]) -> list[str]:

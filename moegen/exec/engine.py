@@ -298,8 +298,8 @@ class Engine:
         return run_synthetic(g, self.machinery, steps, delays)
 
     def close(self) -> None:
-        """Stop threads and give pinned memory back."""
-        self.machinery.decode.close()
+        """Stop threads, and give pinned memory and the GPU's back."""
+        self.machinery.close()
         self.weights.close()
 
     def __enter__(self) -> Self:

@@ -17,7 +17,6 @@ import torch
 
 from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
-from moegen.exec.lanes import give_back_gpu_memory
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder
 from moegen.exec.runner import Runner
@@ -220,8 +219,6 @@ class Generation:
             recorder.bound(index, before[0])
             return before[0]
 
-        # What a layout before this one needed is often of other sizes: pieces of it would stay.
-        give_back_gpu_memory(self.machinery.device)
         program = Program(
             graph, self.machinery, store, capacity, source, keep_logits=self.keep_logits
         )

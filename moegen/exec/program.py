@@ -58,6 +58,13 @@ class Machinery:
     resident_experts: dict[int, Tensor] = field(default_factory=dict)
     kept: Residency | None = None
 
+    def close(self) -> None:
+        """Stop threads and let go of what is on the device; nothing can be run any more."""
+        self.decode.close()
+        self.head, self.resident_dense, self.resident_experts = {}, {}, {}
+        self.kept = None
+        give_back_gpu_memory(self.device)
+
     def keep(self, s_params: int) -> None:
         """Bring the weights that ``s_params`` keeps to the device, in one block."""
         kept = residency(self.family.spec, s_params)
@@ -148,6 +155,8 @@ class Program:
         self.transfer = transfer_for(machinery.device, pinned=store.pinned)
         self.family = machinery.family
         self.kept = residency(graph.model, graph.strategy.s_params)
+        # What a program before this one had is often of other sizes: pieces of it would stay.
+        give_back_gpu_memory(machinery.device)
         machinery.keep(graph.strategy.s_params)
         weights = machinery.weights
         self.buffers = Buffers(

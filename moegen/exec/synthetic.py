@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from moegen.exec.record import Recorder
 from moegen.exec.runner import Runner
 from moegen.exec.step import Row, Step
 from moegen.graph.checks import whole
+from moegen.graph.detect import cores
 from moegen.graph.model import ModelSpec
 from moegen.graph.sizes import Capacity
 from moegen.graph.task import TaskGraph
@@ -101,11 +103,17 @@ def _require_same(graphs: ModelSpec | None, engines: ModelSpec) -> None:
 
 def _fill(store: KVStore) -> None:
     generator = torch.Generator().manual_seed(0)
-    for layer in store.layers:
-        pattern = torch.randn(_PATTERN_TOKENS, layer.shape[1], generator=generator)
-        pattern = pattern.to(layer.dtype)
+    patterns = [
+        torch.randn(_PATTERN_TOKENS, x.shape[1], generator=generator).to(x.dtype)
+        for x in store.layers
+    ]
+
+    def fill(layer: torch.Tensor, pattern: torch.Tensor) -> None:
         for at in range(0, len(layer), _PATTERN_TOKENS):
             layer[at : at + _PATTERN_TOKENS] = pattern[: len(layer) - at]
+
+    with ThreadPoolExecutor(cores()) as pool:
+        list(pool.map(fill, store.layers, patterns))
 
 
 def _capacity(g: TaskGraph) -> Capacity:
