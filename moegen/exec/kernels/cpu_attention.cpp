@@ -393,8 +393,8 @@ struct Attention {
   }
 };
 
-// Stretches that a row is cut into: a function of its length alone. moegen/graph/working.py
-// counts what they give.
+// Stretches that a row is cut into: a function of its length alone. moegen/graph/memory.py
+// counts what is kept of them.
 constexpr int64_t STRETCH = 1024;  // tokens, at most
 constexpr int64_t MOST_STRETCHES = 64;
 
