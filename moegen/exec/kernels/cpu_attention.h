@@ -91,6 +91,11 @@ class Ahead {
   int have_ = 0, now_ = 0;
 };
 
+// In its place where arithmetic takes so long that a step each time would only hold it up.
+struct NoAhead {
+  inline void step() {}
+};
+
 // Memory of one thread, kept from call to call.
 struct Workspace {
   std::vector<float> memory;

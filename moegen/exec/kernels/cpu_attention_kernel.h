@@ -217,9 +217,8 @@ INLINE void reduce(const vf (&sum)[4][TILE_TOKENS], float by, float* s) {
 }
 
 // Scores of H heads (q [4][dk], what is beyond H unread) and the tokens at k, to s [tokens][4].
-template <int H, class E>
-INLINE void scores(const float* q, int64_t dk, const E* const* k, float by, float* s,
-                   Ahead& ahead) {
+template <int H, class E, class A>
+INLINE void scores(const float* q, int64_t dk, const E* const* k, float by, float* s, A& ahead) {
   constexpr int T = TILE_TOKENS;
   vf sum[4][T] = {};
   for (int64_t d = 0; d < dk; d += 2 * W) {
@@ -237,9 +236,9 @@ INLINE void scores(const float* q, int64_t dk, const E* const* k, float by, floa
   reduce(sum, by, s);
 }
 #ifdef DOT
-template <int H>
+template <int H, class A>
 INLINE void scores(const bf16* q, int64_t dk, const bf16* const* k, float by, float* s,
-                   Ahead& ahead) {
+                   A& ahead) {
   constexpr int T = TILE_TOKENS;
   vf sum[4][T] = {};
   for (int64_t d = 0; d < dk; d += 2 * W) {
@@ -258,9 +257,9 @@ INLINE void scores(const bf16* q, int64_t dk, const bf16* const* k, float by, fl
 #endif
 
 // o [4][dv] += p [n][4] times the n values at v, N vectors of columns from d on.
-template <int H, int N, class E>
+template <int H, int N, class E, class A>
 INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float* o, int64_t dv,
-                       Ahead& ahead) {
+                       A& ahead) {
   if (n <= 0) __builtin_unreachable();
   vf sum[H][N];
   UNROLL for (int h = 0; h < H; ++h) {
@@ -348,9 +347,9 @@ INLINE void soften(Heads& state, int n, int64_t dv) {
 }
 
 // The weights of the next n <= BLOCK tokens, whose keys are at k.
-template <int H, class Q, class E>
+template <int H, class Q, class E, class A>
 __attribute__((noinline)) void attend_keys(Heads& state, int64_t dk, int64_t dv, const E* k,
-                                           int64_t stride, float by, int n, Ahead& ahead) {
+                                           int64_t stride, float by, int n, A& ahead) {
   const Q* q = static_cast<const Q*>(state.q);
   for (int t = 0; t < n; t += TILE_TOKENS) {
     // Beyond the end the last token stands in: what lies there is no one's.
@@ -364,9 +363,9 @@ __attribute__((noinline)) void attend_keys(Heads& state, int64_t dk, int64_t dv,
 }
 
 // Adds their values, which are at v.
-template <int H, class E>
+template <int H, class E, class A>
 __attribute__((noinline)) void attend_values(Heads& state, int64_t dv, const E* v, int64_t stride,
-                                             int n, Ahead& ahead) {
+                                             int n, A& ahead) {
   int64_t d = 0;
   for (; d + VALUE_VECTORS * W <= dv; d += VALUE_VECTORS * W) {
     add_values<H, VALUE_VECTORS>(state.s, v + d, stride, n, state.o + d, dv, ahead);
@@ -457,6 +456,7 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
   const bool fill = fills(job), dots = fill && sizeof(Q) == 2;
   const bool direct_k = fill && (dots || sizeof(E) == 4 || tiles == 1);
   const bool direct_v = fill && (sizeof(E) == 4 || tiles <= 2);
+  const bool wide_both = job.latent && !direct_k && !direct_v;  // the value is the key's beginning
   const int64_t heads_size = (int64_t(sizeof(Heads)) + 63) / 64 * 16;
   constexpr int64_t s_size = 4 * (BLOCK + TILE_TOKENS);
   float* at = space.take(n_tiles * (heads_size + 4 * (dk + dv) + s_size) + BLOCK * (dk + dv));
@@ -508,10 +508,14 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
   const Unit* after = nullptr;
   bool asked = false;
   Ahead ahead;
+  NoAhead not_here;
   for (int64_t t = u.lo; t < u.hi; t += block) {
     const int n = static_cast<int>(u.hi - t < block ? u.hi - t : block);
-    const int64_t steps =
-        n_tiles * ((n + TILE_TOKENS - 1) / TILE_TOKENS * (dk / (2 * W)) + columns * n);
+    // A step at each few products, or at each token that is made float32.
+    const int64_t wide_steps = n * (own.end - own.first);
+    const int64_t key_steps = n_tiles * ((n + TILE_TOKENS - 1) / TILE_TOKENS * (dk / (2 * W)));
+    const int64_t steps = (!direct_k ? wide_steps : direct_v ? key_steps : 0) +
+                          (wide_both ? 0 : !direct_v ? wide_steps : n_tiles * columns * n);
     ahead.each(n * token_bytes * (own.end - own.first) / job.n_kv, steps,
                own.end - own.first < job.n_kv);
     // Tokens as if the next unit's followed this one's.
@@ -535,34 +539,44 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
     for (int j = own.first, i, end; j < own.end; ++j) {
       const E* k = token + int64_t(j) * job.dk;
       if (!direct_k) {
-        for (int i = 0; i < n; ++i) widen(fill, k + i * width, job.dk, 1.0f, wide_k + i * dk);
+        for (int i = 0; i < n; ++i) {
+          ahead.step();
+          widen(fill, k + i * width, job.dk, 1.0f, wide_k + i * dk);
+        }
       }
       for (tiles_of(j, i, end); i < end; ++i) {
         Heads& state = *heads(i);
         const bool one = group - 4 * ((u.first_tile + i) % tiles) == 1;
         if (!direct_k) {
-          (one ? attend_keys<1, float, float> : attend_keys<4, float, float>)(
-              state, dk, dv, wide_k, dk, scale, n, ahead);
+          (one ? attend_keys<1, float, float, NoAhead> : attend_keys<4, float, float, NoAhead>)(
+              state, dk, dv, wide_k, dk, scale, n, not_here);
+        } else if (!direct_v) {
+          (one ? attend_keys<1, Q, E, NoAhead> : attend_keys<4, Q, E, NoAhead>)(
+              state, dk, dv, k, width, scale, n, not_here);
         } else {
-          (one ? attend_keys<1, Q, E> : attend_keys<4, Q, E>)(state, dk, dv, k, width, scale, n,
-                                                              ahead);
+          (one ? attend_keys<1, Q, E, Ahead> : attend_keys<4, Q, E, Ahead>)(
+              state, dk, dv, k, width, scale, n, ahead);
         }
       }
     }
     const E* values = job.latent ? token : token + int64_t(job.n_kv) * job.dk;
     for (int j = own.first, i, end; j < own.end; ++j) {
       const E* v = values + int64_t(j) * job.dv;
-      if (!direct_v) {
-        for (int i = 0; i < n; ++i) widen(fill, v + i * width, job.dv, 1.0f, wide_v + i * dv);
+      if (!direct_v && !wide_both) {
+        for (int i = 0; i < n; ++i) {
+          ahead.step();
+          widen(fill, v + i * width, job.dv, 1.0f, wide_v + i * dv);
+        }
       }
       for (tiles_of(j, i, end); i < end; ++i) {
         Heads& state = *heads(i);
         const bool one = group - 4 * ((u.first_tile + i) % tiles) == 1;
         if (!direct_v) {
-          (one ? attend_values<1, float> : attend_values<4, float>)(state, dv, wide_v, dv, n,
-                                                                    ahead);
+          (one ? attend_values<1, float, NoAhead> : attend_values<4, float, NoAhead>)(
+              state, dv, wide_both ? wide_k : wide_v, wide_both ? dk : dv, n, not_here);
         } else {
-          (one ? attend_values<1, E> : attend_values<4, E>)(state, dv, v, width, n, ahead);
+          (one ? attend_values<1, E, Ahead> : attend_values<4, E, Ahead>)(state, dv, v, width, n,
+                                                                          ahead);
         }
       }
     }
