@@ -178,6 +178,11 @@ def mixed_wave(
     mixed : (int, int)
         Shortest and longest; see `mixed_prompts`.
     """
+    if mixed[1] > model.max_context:
+        raise InvalidInput(
+            f"prompts of up to {mixed[1]} tokens are longer than {model.name}'s context of "
+            f"{model.max_context}: take a smaller longest prompt"
+        )
     waves = min(MIXED_WAVES, -(-plan.decode.B // plan.prefill.B))
     prompts = mixed_prompts(*mixed, tokens=waves * plan.prefill.B * prompt_len)
     work = Workload.from_lengths(prompts, [1] * len(prompts), name="mixed")

@@ -214,6 +214,8 @@ def _blocks(d: int, dv: int, itemsize: int, shared: int) -> tuple[int, int, int,
     while (block_q * d + stages * block_k * (d + dv)) * itemsize > shared:
         if stages > 2:
             stages -= 1
-        else:
+        elif block_k > 16:  # the least that tl.dot takes; what still does not fit, Triton refuses
             block_k //= 2
+        else:
+            break
     return block_q, block_k, 8, stages
