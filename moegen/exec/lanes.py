@@ -441,6 +441,11 @@ def give_back_gpu_memory(device: torch.device) -> None:
 
 
 def forget_gpu_memory(device: torch.device) -> None:
-    """Give back what the allocator holds and nobody uses, and count its peak anew."""
+    """Give back what the allocator holds and nobody uses, and count its peak anew.
+
+    Workspaces of cuBLAS too: there is one for each stream that ever made a product, and a run
+    plans for that of its own.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
     give_back_gpu_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
