@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from moegen.exec.kernels.triton_util import require_triton
+from moegen.exec.kernels.triton_util import padded, require_triton
 
 require_triton()
 
@@ -175,7 +175,7 @@ def attend_prefill(
         return
     n_rows, dv = ends.shape[0] - 1, v.shape[2]
     d1, d2 = _parts(d)
-    d1_pad, d2_pad, dv_pad = _pad(d1), _pad(d2), _pad(dv)
+    d1_pad, d2_pad, dv_pad = padded(d1), padded(d2), padded(dv)
     block_q, block_k, warps, stages = _blocks(
         d1_pad + (d2_pad if d2 else 0), dv_pad, q.element_size(), shared_bytes(q.device)
     )
@@ -198,11 +198,6 @@ def _parts(d: int) -> tuple[int, int]:
         return d, 0
     first = 1 << (d.bit_length() - 1)
     return first, d - first
-
-
-def _pad(d: int) -> int:
-    """``d`` as tl.arange and tl.dot want it: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(d))
 
 
 @lru_cache
