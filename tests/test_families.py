@@ -15,7 +15,8 @@ from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 
 from moegen.errors import InvalidInput  # noqa: E402
 from moegen.exec.arena import Arena  # noqa: E402
-from moegen.exec.decode_attention import CpuDecode, cpu_decode  # noqa: E402
+from moegen.exec.attention import CpuDecode  # noqa: E402
+from moegen.exec.decode_attention import cpu_decode  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.families.base import Family  # noqa: E402
 from moegen.exec.weights import HostWeights  # noqa: E402

@@ -21,7 +21,6 @@ from tiny import tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 from moegen.exec import layout, step  # noqa: E402
 from moegen.exec.arena import Arena, ArenaFull  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
-from moegen.exec.decode_attention import TorchDecode  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.generate import Generation, SequenceState  # noqa: E402
@@ -31,11 +30,12 @@ from moegen.exec.layout import Layout  # noqa: E402
 from moegen.exec.primitives import reference  # noqa: E402
 from moegen.exec.program import Machinery, Program  # noqa: E402
 from moegen.exec.step import Row, Step  # noqa: E402
+from moegen.exec.torch_attention import TorchDecode  # noqa: E402
 from moegen.graph import allocator, sizes, working  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
 from moegen.graph.hardware import HardwareSpec  # noqa: E402
 from moegen.graph.layer import Attention  # noqa: E402
-from moegen.graph.memory import memory  # noqa: E402
+from moegen.graph.memory import cpu_stretches, memory  # noqa: E402
 from moegen.graph.model import ModelSpec  # noqa: E402
 from moegen.graph.ops import OPS  # noqa: E402
 from moegen.graph.strategy import Plan, Strategy  # noqa: E402
@@ -198,6 +198,25 @@ def test_parts_of_decode_attention(rows, longest, heads, a):
     most = max(taken(r, n) for r, n in itertools.product(few, lengths))
     planned = working._attn_gpu(at, capacity, a)
     assert most <= planned <= most + working.aligned(8 * rows, 8 * rows)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("lengths", [[1024] * 9, [1025] * 9, [5000, *[3] * 20], [70_000, 9000, 2]])
+def test_long_rows_on_the_cpu(name, lengths):
+    """What the compiled kernel keeps of their stretches, and what torch makes of all rows."""
+    model = ModelSpec.from_pretrained(name).with_(n_layers=2)
+    n = len(lengths)
+    s = Strategy(B=n, b_a=1, b_e=8, omega=1.0)
+    work = Workload.from_lengths([x - 1 for x in lengths], [1] * n)
+    at = model.layers[0].attention
+    width = at.out_width("decode")
+    stretches = sum(cpu_stretches(x) for x in lengths if x > 1024)
+    compiled = 4 * stretches * (width + 2 * at.n_heads)
+    fallback = 2 * n * (at.q_width("decode") + 2 * width)
+    said = lines_of(memory(model, HardwareSpec.from_name("h200"), s, work).host)
+    assert said["attention on the CPU"] >= max(compiled, fallback)
+    if max(lengths) <= 1025:  # and no more than that where rows are alike
+        assert said["attention on the CPU"] == max(compiled, fallback)
 
 
 def test_an_arena_gives_no_more_than_was_planned():

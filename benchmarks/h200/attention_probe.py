@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from meters import pinned_buffer
 
-from moegen.exec.attention import DecodeShape
-from moegen.exec.decode_attention import CpuDecode
+from moegen.exec.attention import CpuDecode, DecodeShape
 
 
 class Rows:

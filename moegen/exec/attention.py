@@ -1,22 +1,21 @@
-"""Decode attention in torch, over views of the KV store.
+"""Decode attention: one new token a row, over that row's history in a KV store.
 
-Shape legend: R rows, n tokens of a row, D width of a head. One token of a KV row is
-[K and V][kv head][D] for grouped queries, [latent | rope key] for a latent cache.
-
-Every product goes through ``scaled_dot_product_attention``, which keeps scores and softmax
-in float32, and no copy of keys or values is ever made for the query heads that share them:
-such heads are folded into the query length. KV is read once a group, which on a CPU is several
-times faster than ``enable_gqa``.
+What a layer asks for, and what computes it on the CPU must offer; `decode_attention` picks one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from moegen.errors import InvalidInput
+
+#: The dtypes that attention takes.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -53,69 +52,93 @@ class DecodeShape:
         return self.dk if self.latent else self.n_kv_heads * (self.dk + self.dv)
 
 
-def decode(shape: DecodeShape, q: Tensor, kv_views: Sequence[Tensor]) -> Tensor:
-    """One new token a row, over that row's history; each row has a length of its own.
+class CpuDecode(ABC):
+    """Decode attention on ``threads`` threads; any thread may call it.
 
-    Parameters
+    Attributes
     ----------
-    shape : DecodeShape
-    q : Tensor, [R, n_heads * dk]
-    kv_views : sequence of R Tensors, [n_r, kv_width]
-        The tokens that count, the new one's included. Views are not copied.
-
-    Returns
-    -------
-    Tensor, [R, n_heads * dv]
+    threads : int
+    kind : str
+        What computes: "C++ AVX-512", for example, or "torch".
+    note : str or None
+        What a person should know: why it is not the fast one.
     """
-    out = q.new_empty(q.shape[0], shape.n_heads * shape.dv)
-    for rows, kv in _batches(kv_views):
-        out[rows] = _attend(shape, q[rows], kv)
-    return out
+
+    threads: int
+    kind: str
+    note: str | None = None
+
+    @abstractmethod
+    def attend(
+        self,
+        shape: DecodeShape,
+        q: Tensor,
+        new_kv: Tensor,
+        store: Tensor,
+        start: np.ndarray,
+        length: np.ndarray,
+        out: Tensor,
+    ) -> None:
+        """Write each row's new KV to the store, then attend over the row.
+
+        Parameters
+        ----------
+        shape : DecodeShape
+        q : Tensor, [R, n_heads * dk]
+        new_kv : Tensor, [R, kv_width]
+            Goes to token ``start + length - 1`` of the store.
+        store : Tensor, [tokens, kv_width]
+        start, length : int64 arrays, [R]
+            Row r owns tokens ``[start[r], start[r] + length[r])``, the new one included; rows
+            own no token together.
+        out : Tensor, [R, n_heads * dv]
+            Written. All tensors are of one dtype, on the CPU, their rows contiguous.
+        """
+
+    @abstractmethod
+    def read(self, data: Tensor) -> None:
+        """Read memory with all threads, in order: the speed that attention is held against."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the threads."""
 
 
-def _batches(kv_views: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of rows as one [rows, n, width] view: equal lengths, evenly spaced in one storage."""
-    start = 0
-    while start < len(kv_views):
-        first, stop = kv_views[start], start + 1
-        step = 0
-        while stop < len(kv_views) and _same_form(first, kv_views[stop]):
-            gap = kv_views[stop].storage_offset() - kv_views[stop - 1].storage_offset()
-            if gap <= 0 or (step and gap != step):
-                break
-            step = gap
-            stop += 1
-        size, stride = (stop - start, *first.shape), (step or first.numel(), *first.stride())
-        yield slice(start, stop), first.as_strided(size, stride)
-        start = stop
-
-
-def _same_form(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    )
-
-
-def _attend(shape: DecodeShape, q: Tensor, kv: Tensor) -> Tensor:
-    """Rows of equal length: q [rows, n_heads * dk], kv [rows, n, kv_width]."""
-    rows = kv.shape[0]
-    if shape.latent:
-        # The latent is key and value. With the rope key left on the value both have one width,
-        # which the fused CPU kernel asks for; the surplus columns are dropped after it.
-        k = v = kv[:, None]
-    else:
-        k, v = (
-            half.unflatten(-1, (shape.n_kv_heads, -1)).transpose(1, 2)
-            for half in kv.split([shape.n_kv_heads * d for d in (shape.dk, shape.dv)], dim=-1)
+def checked(
+    shape: DecodeShape,
+    q: Tensor,
+    new_kv: Tensor,
+    store: Tensor,
+    start: np.ndarray,
+    length: np.ndarray,
+    out: Tensor,
+) -> tuple[np.ndarray, np.ndarray]:
+    """start and length as the kernel reads them; what does not fit would be written anywhere."""
+    rows, tensors = len(start), (q, new_kv, store, out)
+    widths = (shape.n_heads * shape.dk, shape.kv_width, shape.kv_width, shape.n_heads * shape.dv)
+    sizes = [(rows, widths[0]), (rows, widths[1]), (len(store), widths[2]), (rows, widths[3])]
+    if [tuple(t.shape) for t in tensors] != sizes or len(length) != rows:
+        raise InvalidInput(
+            f"decode attention of {rows} rows takes q, new_kv, store and out of {sizes}, got "
+            f"{[tuple(t.shape) for t in tensors]}"
         )
-    q = q.reshape(rows, k.shape[1], -1, shape.dk)
-    if shape.sinks is None:
-        o = F.scaled_dot_product_attention(q, k, v, scale=shape.scale)
-    else:
-        scores = (q.float() @ k.float().transpose(-1, -2)) * shape.scale
-        sinks = shape.sinks.view(k.shape[1], -1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
-        o = (weights @ v.float()).to(q.dtype)
-    return o[..., : shape.dv].reshape(rows, shape.n_heads * shape.dv)
+    if q.dtype not in DTYPES or any(t.dtype != q.dtype for t in tensors):
+        raise InvalidInput(
+            f"decode attention takes one dtype of {[str(d) for d in DTYPES]}, got "
+            f"{[str(t.dtype) for t in tensors]}"
+        )
+    for t in tensors:
+        if t.device.type != "cpu" or (t.shape[0] and t.stride(1) != 1):
+            raise InvalidInput("decode attention takes tensors on the CPU with contiguous rows")
+    if not store.is_contiguous():
+        raise InvalidInput("decode attention takes a store without gaps between tokens")
+    s = shape.sinks
+    if s is not None and (
+        s.dtype != torch.float32 or not s.is_contiguous() or tuple(s.shape) != (shape.n_heads,)
+    ):
+        raise InvalidInput(f"sinks are float32 [{shape.n_heads}], got {s.dtype} {tuple(s.shape)}")
+    start = np.ascontiguousarray(start, dtype=np.int64)
+    length = np.ascontiguousarray(length, dtype=np.int64)
+    if rows and (start.min() < 0 or length.min() < 1 or (start + length).max() > len(store)):
+        raise InvalidInput(f"a row lies outside the store's {len(store)} tokens, or has none")
+    return start, length

@@ -12,6 +12,7 @@ import torch
 
 from moegen.errors import Infeasible, InvalidInput
 from moegen.exec.checkpoint import Checkpoint
+from moegen.exec.decode_attention import attention_kind
 from moegen.exec.families import family_for
 from moegen.exec.families.base import Family
 from moegen.exec.kernels.triton_util import require_triton
@@ -152,6 +153,7 @@ class Prepared:
     ) -> Prepared:
         if device.type == "cuda":
             require_triton()
+        attention_kind()  # compiled now, and refused now where a variant is asked for in vain
         held_bytes = host_memory.held_bytes()
         growth_bytes = CUDA_GROWTH_BYTES if device.type == "cuda" else 0
         hw = _capacities(model, device, *machine, held_bytes, growth_bytes)

@@ -32,7 +32,7 @@ from moegen.graph.strategy import Strategy
 
 FORMAT = 5
 # Not every machine has these.
-OPTIONAL = {"duplex_bytes_per_s", "gpu_call_s"}
+OPTIONAL = {"duplex_bytes_per_s", "cpu_call_s", "gpu_call_s"}
 #: What a profile holds; capacities and names are `detect`'s.
 RATES = (
     "gpu_flops",
@@ -235,8 +235,9 @@ def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> r
     tiny = f"a model of {model.n_layers} layers {model.hidden} wide"
     how = f"the fastest of {_LEAST_STEPS} steps of {tiny}, over its {len(g)} tasks,"
     found: rates.Found = {"task_s": (period_s / len(g), how)}
-    # On CUDA one kernel takes all rows of the GPU.
-    found["cpu_call_s"] = call
-    if device.type == "cpu":
-        found["gpu_call_s"] = call
+    if call is not None:
+        found["cpu_call_s"] = call
+        # On CUDA one kernel takes all rows of the GPU.
+        if device.type == "cpu":
+            found["gpu_call_s"] = call
     return found

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moegen.errors import GraphError
 from moegen.exec.arena import Arena
+from moegen.exec.attention import CpuDecode
 from moegen.exec.buffers import Buffers, Capacity
-from moegen.exec.decode_attention import CpuDecode
 from moegen.exec.families.base import Family
 from moegen.exec.kernels import KERNELS
 from moegen.exec.kv import KVStore

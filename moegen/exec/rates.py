@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moegen.exec.attention import DecodeShape
-from moegen.exec.decode_attention import CpuDecode, cpu_decode
+from moegen.exec.attention import CpuDecode, DecodeShape
+from moegen.exec.decode_attention import cpu_decode
 from moegen.exec.lanes import empty_host
 from moegen.exec.pinning import Pins, host_buffer
 from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed, without_grad
@@ -150,27 +150,37 @@ def latent(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, floa
     return attend, 2.0 * LATENT_HEADS * (width + LATENT) * rows * LATENT_CONTEXT
 
 
-def short_row(shape: DecodeShape, dtype: torch.dtype, decode: CpuDecode) -> tuple[float, str]:
+def short_row(
+    shape: DecodeShape, dtype: torch.dtype, decode: CpuDecode
+) -> tuple[float, str] | None:
     """Seconds that a row of decode attention takes beside its KV: of many short rows, each more.
 
-    Of different lengths, as neighbours of one length may be taken together.
+    Of different lengths, as neighbours of one length may be taken together. None where more rows
+    took no more time, however often it was measured: the machine is too busy to tell.
     """
-    more, seconds = 8 * decode.threads, []
-    for rows in (more, 2 * more):
-        length = np.resize([15, 16], rows)
-        start = np.cumsum(length) - length
-        store = noise((int(length.sum()), shape.kv_width), dtype)
-        q, new_kv = noise((rows, shape.n_heads * shape.dk), dtype), store[:rows].clone()
-        out = torch.empty(rows, shape.n_heads * shape.dv, dtype=dtype)
-        spans = []
-        for _ in range(_FLOOR_RUNS):
-            t = time.perf_counter()
-            decode.attend(shape, q, new_kv, store, start, length, out)
-            spans.append(time.perf_counter() - t)
-        seconds.append(undisturbed(spans))
+    more = 8 * decode.threads
     how = f"decode attention of {2 * more} rows of 15 and 16 tokens against {more}, {decode.kind}"
     how += f", {decode.threads} thread(s), a row,"
-    return max(seconds[1] - seconds[0], 1e-9) / more, how
+    for _ in range(ROUNDS):
+        few, many = (_short_rows(shape, dtype, decode, n) for n in (more, 2 * more))
+        if many > few:
+            return (many - few) / more, how
+    return None
+
+
+def _short_rows(shape: DecodeShape, dtype: torch.dtype, decode: CpuDecode, rows: int) -> float:
+    """Seconds of decode attention of so many rows of 15 and 16 tokens."""
+    length = np.resize([15, 16], rows)
+    start = np.cumsum(length) - length
+    store = noise((int(length.sum()), shape.kv_width), dtype)
+    q, new_kv = noise((rows, shape.n_heads * shape.dk), dtype), store[:rows].clone()
+    out = torch.empty(rows, shape.n_heads * shape.dv, dtype=dtype)
+    spans = []
+    for _ in range(_FLOOR_RUNS):
+        t = time.perf_counter()
+        decode.attend(shape, q, new_kv, store, start, length, out)
+        spans.append(time.perf_counter() - t)
+    return undisturbed(spans)
 
 
 def _attention(

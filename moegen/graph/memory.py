@@ -35,6 +35,10 @@ __all__ = [
     "Ledger", "Line", "Residency", "Section", "max_batch_eq2", "memory", "residency", "ring_slots",
 ]  # fmt: skip
 
+# Rows beyond so many tokens are cut into stretches by the CPU's attention, which keeps what each
+# comes to until they are added up (moegen/exec/kernels/cpu_attention.cpp).
+CPU_STRETCH_TOKENS, CPU_MOST_STRETCHES = 1024, 64
+
 # What makes each line smaller, for the error message.
 _REMEDY = {
     "weights": "a smaller model or dtype, or more host memory",
@@ -269,6 +273,11 @@ def max_batch_eq2(model: ModelSpec, hw: HardwareSpec, work: Workload) -> int:
     return greatest(0, max(0, tokens), lambda rows: work.longest(rows) <= tokens)
 
 
+def cpu_stretches(tokens: int) -> int:
+    """Stretches at most that the CPU's attention cuts a row of so many tokens, or fewer, into."""
+    return min(CPU_MOST_STRETCHES, -(-tokens // CPU_STRETCH_TOKENS))
+
+
 def _lines(entries: list[tuple[str, int, str]], pinned: Collection[str] = ()) -> tuple[Line, ...]:
     return tuple(Line(*entry, pinned=entry[0] in pinned) for entry in entries if entry[1])
 
@@ -304,7 +313,8 @@ class _Need:
             ),
             (
                 "attention on the CPU",
-                rows * (sizes.q + 2 * sizes.out) * a,
+                # As torch makes it, or as the compiled kernel does: which runs is not known here.
+                max(rows * (sizes.q + 2 * sizes.out) * a, self._stretches_bytes()),
                 f"{rows} rows, as each thread leaves them and together",
             ),
             (
@@ -314,6 +324,18 @@ class _Need:
             ),
             ("row table in the making", sizes.slot_bytes("rows"), f"{self.most.rows} rows"),
         ]
+
+    def _stretches_bytes(self) -> int:
+        """What the compiled kernel keeps of rows that are cut: float32 sums, by head."""
+        most = 0
+        for x in (layer.attention for layer in self.model.layers):
+            n = cpu_stretches(x.kv_span(self.most.longest))
+            if n > 1:
+                # A row is cut where it is longer than a stretch, so that all rows together give
+                # no more than two for each stretch that their tokens fill.
+                n = min(self.most.cpu_rows * n, 2 * self.store_tokens // CPU_STRETCH_TOKENS)
+                most = max(most, n * 4 * (x.out_width(self.phase) + 2 * x.n_heads))
+        return most
 
     def gpu(self, workspace_bytes: float | None) -> list[tuple[str, int, str]]:
         m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most

@@ -1,15 +1,16 @@
 // Decode attention over the host KV store, and a streaming read to hold it against.
 //
-// Every row has one query token. Its history is read once, in order, with an online softmax in
-// float32; the new token's KV is written to the store first, by the thread that reads it. Rows
-// are cut into units by their length alone, and the parts of a row are added up in the order of
-// its tokens, so results depend neither on timing nor on the number of threads.
+// Every row has one query token. Its history is read in order, with an online softmax in float32;
+// the new token's KV is written to the store before it is read. Rows are cut into stretches of
+// tokens by their length alone, and what these give is added up in the order of the tokens. The
+// last units are cut by heads, of which none knows of another. So results depend neither on
+// timing nor on the number of threads.
 //
 // Plain functions without torch: built once, called through ctypes without Python's lock.
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
+#include <climits>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -18,11 +19,18 @@
 
 #include <unistd.h>
 #if defined(__linux__)
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+// Compilers before GCC 10 do not know these instructions.
+#if defined(__clang__) || __GNUC__ >= 10
+#define WITH_BF16
+#endif
 #endif
 
 #include "cpu_attention.h"
@@ -99,11 +107,15 @@ namespace avx512 {
 }  // namespace avx512
 #if defined(__clang__)
 #pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#if defined(WITH_BF16)
+#if defined(__clang__)
 #pragma clang attribute push( \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c"))), \
     apply_to = function)
 #else
-#pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")
 #endif
@@ -130,12 +142,16 @@ namespace avx512bf16 {
 #pragma GCC pop_options
 #endif
 #endif
+#endif
 
 namespace {
 
 const Variant* variants[] = {
+#if defined(WITH_BF16)
+    &avx512bf16::variant,
+#endif
 #if defined(__x86_64__)
-    &avx512bf16::variant, &avx512::variant, &avx2::variant,
+    &avx512::variant, &avx2::variant,
 #endif
     &portable::variant,
 #if defined(MOEGEN_WIDE_ANYWHERE)
@@ -145,111 +161,210 @@ const Variant* variants[] = {
 
 bool runs_here(const Variant* v) {
 #if defined(__x86_64__)
+  unsigned a = 0, b = 0, c = 0, d = 0;
   __builtin_cpu_init();
-  if (v == &avx512bf16::variant || v == &avx512::variant) {
-    if (v == &avx512bf16::variant && !__builtin_cpu_supports("avx512bf16")) return false;
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  // What not every compiler's __builtin_cpu_supports knows. That the system saves the registers
+  // is what it checks.
+  const bool with_avx2 = __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) &&
+                         (c & bit_FMA) && (c & bit_F16C);
+  const bool with_avx512 =
+      with_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (v == &avx2::variant) return with_avx2;
+  if (v == &avx512::variant) return with_avx512;
+#if defined(WITH_BF16)
+  constexpr unsigned bf16_products = 1u << 5;
+  if (v == &avx512bf16::variant) {
+    return with_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16_products);
   }
-  if (v == &avx2::variant) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
 #endif
   return true;
 }
+
+// Floats that are not set to anything, kept from call to call.
+class Buffer {
+ public:
+  float* take(int64_t floats) {
+    if (floats > size_) {
+      memory_.reset();
+      size_ = 0;
+      memory_.reset(new float[floats]);
+      size_ = floats;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<float[]> memory_;
+  int64_t size_ = 0;
+};
 
 // What threads work on together: `total` pieces, handed out in order.
 struct Task {
   int64_t total = 0;
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
+  virtual void begin(Buffer&) {}  // before any work: memory that lasts as long as the task
   virtual void work(Workspace& space) = 0;
   virtual ~Task() = default;
+
+  // Works until no piece is left to take.
+  void drain(Workspace& space) {
+    try {
+      work(space);
+    } catch (...) {
+      failed = true;
+      next = total;
+    }
+  }
 };
+
+// A number that threads wait on until it changes.
+class Word {
+ public:
+  uint32_t now() const { return value_.load(); }
+
+#if defined(__linux__)
+  void wait(uint32_t seen) {
+    while (now() == seen) {
+      syscall(SYS_futex, &value_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    }
+  }
+  // Wakes n of those that wait at once: none has to take a lock from another.
+  void change(int n) {
+    value_.fetch_add(1);
+    syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, n, nullptr, nullptr, 0);
+  }
+#else
+  void wait(uint32_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return now() != seen; });
+  }
+  void change(int) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      value_.fetch_add(1);
+    }
+    changed_.notify_all();
+  }
+#endif
+
+ private:
+  std::atomic<uint32_t> value_{0};
+#if !defined(__linux__)
+  std::mutex mutex_;
+  std::condition_variable changed_;
+#endif
+};
+
+// Cores that this process may use; none where the system does not say.
+std::vector<int> allowed_cores() {
+  std::vector<int> cores;
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return cores;
+  for (int c = 0; c < CPU_SETSIZE; ++c) {
+    if (CPU_ISSET(c, &allowed)) cores.push_back(c);
+  }
+#endif
+  return cores;
+}
 
 // Threads that sleep between tasks. One task at a time.
 class Pool {
  public:
   explicit Pool(int n) : owner_(getpid()) {
+    const std::vector<int> cores = allowed_cores();
+    const bool a_core_each = n + 1 == static_cast<int>(cores.size());
+    caller_works_ = !a_core_each;
     try {
-      for (int i = 0; i < n; ++i) threads_.emplace_back([this] { serve(); });
+      for (int i = 0; i < n - caller_works_; ++i) threads_.emplace_back([this] { serve(); });
     } catch (...) {
       stop();
       throw;
     }
-    pin();
+    if (a_core_each) pin(cores, true);
+    else if (n < static_cast<int>(cores.size())) pin(cores, false);
   }
 
   pid_t owner() const { return owner_; }
 
-  void run(Task& task) {
+  void run(Task& task, Workspace& callers) {
     std::lock_guard<std::mutex> turn(one_at_a_time_);
-    const int64_t wanted = std::min<int64_t>(threads_.size(), task.total);
-    std::unique_lock<std::mutex> lock(mutex_);
+    task.begin(buffer_);
     task_ = &task;
-    lock.unlock();
-    for (int64_t i = 0; i < wanted; ++i) wake_.notify_one();
-    lock.lock();
-    idle_.wait(lock, [&] { return busy_ == 0 && task.next.load() >= task.total; });
-    task_ = nullptr;
+    inside_ = 0;
+    const int64_t helpers = std::min<int64_t>(threads_.size(), task.total - caller_works_);
+    round_.change(static_cast<int>(helpers));
+    if (caller_works_) task.drain(callers);
+    bool closed = false;
+    for (;;) {
+      const uint32_t seen = left_.now();
+      if (task.next.load() >= task.total) {
+        if (!closed) inside_ += CLOSED;
+        closed = true;
+        if (inside_.load() == CLOSED) break;
+      }
+      left_.wait(seen);
+    }
   }
 
   void stop() {
     std::lock_guard<std::mutex> turn(one_at_a_time_);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
+    stopping_ = true;
+    round_.change(INT_MAX);
     for (auto& t : threads_) t.join();
   }
 
  private:
+  static constexpr int CLOSED = INT_MIN / 2;  // added to `inside_`: no one may enter
+
   void serve() {
     Workspace space;
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return stopping_ || (task_ && task_->next.load() < task_->total); });
+    for (uint32_t seen = 0;;) {
+      round_.wait(seen);
+      seen = round_.now();
       if (stopping_) return;
-      Task& task = *task_;
-      ++busy_;
-      lock.unlock();
-      try {
-        task.work(space);
-      } catch (...) {
-        task.failed = true;
+      int n = inside_.load();
+      while (n >= 0 && !inside_.compare_exchange_weak(n, n + 1)) {
       }
-      lock.lock();
-      if (--busy_ == 0) idle_.notify_one();
+      if (n < 0) continue;
+      task_->drain(space);
+      // The task may be gone as soon as this thread is counted out.
+      n = inside_.fetch_sub(1) - 1;
+      if (n == 0 || n == CLOSED) left_.change(1);
     }
   }
 
-  // One thread a core, on the last of those that the process may use: whoever issues work to a
-  // GPU keeps the first. With as many threads as cores the system places them.
-  void pin() {
+  // Off the first core, which whoever issues work to a GPU keeps. With a thread for each of the
+  // others it is one core a thread; with fewer the system places them, as it knows what else
+  // runs there.
+  void pin(const std::vector<int>& cores, bool a_core_each) {
 #if defined(__linux__)
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-    std::vector<int> cores;
-    for (int c = 0; c < CPU_SETSIZE; ++c) {
-      if (CPU_ISSET(c, &allowed)) cores.push_back(c);
-    }
-    if (threads_.size() >= cores.size()) return;
-    const size_t first = cores.size() - threads_.size();
     for (size_t i = 0; i < threads_.size(); ++i) {
       cpu_set_t own;
       CPU_ZERO(&own);
-      CPU_SET(cores[first + i], &own);
+      for (size_t c = 1; c < cores.size(); ++c) {
+        if (!a_core_each || c == i + 1) CPU_SET(cores[c], &own);
+      }
       pthread_setaffinity_np(threads_[i].native_handle(), sizeof own, &own);
     }
+#else
+    (void)cores, (void)a_core_each;
 #endif
   }
 
   const pid_t owner_;
+  // Not where each core is taken by a thread that cannot move out of the caller's way.
+  bool caller_works_ = true;
   std::vector<std::thread> threads_;
-  std::mutex one_at_a_time_, mutex_;
-  std::condition_variable wake_, idle_;
+  std::mutex one_at_a_time_;
+  Buffer buffer_;
   Task* task_ = nullptr;
-  int busy_ = 0;
-  bool stopping_ = false;
+  Word round_, left_;
+  std::atomic<int> inside_{CLOSED};  // threads that work on the task
+  std::atomic<bool> stopping_{false};
 };
 
 struct Attention {
@@ -258,9 +373,11 @@ struct Attention {
   std::atomic<Pool*> pool{nullptr};
 
   void run(Task& task) {
-    if (threads > 1 && task.total > 1) return here()->run(task);
     static thread_local Workspace space;
-    task.work(space);
+    if (threads > 1 && task.total > 1) return here()->run(task, space);
+    static thread_local Buffer buffer;
+    task.begin(buffer);
+    task.drain(space);
   }
 
   // The pool of this process: a fork has none of its parent's threads, and starts its own.
@@ -276,14 +393,19 @@ struct Attention {
   }
 };
 
-constexpr int64_t SHORT = 1024;  // tokens that are one unit
-constexpr int64_t MOST_PARTS = 64;
+// Stretches that a row is cut into: a function of its length alone. moegen/graph/memory.py
+// counts what is kept of them.
+constexpr int64_t STRETCH = 1024;  // tokens, at most
+constexpr int64_t MOST_STRETCHES = 64;
 
-// Tokens of each part but the last: a function of the row's length alone.
-int64_t part_tokens(int64_t tokens) {
-  const int64_t even = (tokens + MOST_PARTS - 1) / MOST_PARTS;
-  return std::max(SHORT, (even + 31) / 32 * 32);
+int64_t stretch_tokens(int64_t tokens) {
+  const int64_t n = std::min(MOST_STRETCHES, (tokens + STRETCH - 1) / STRETCH);
+  return ((tokens + n - 1) / n + 31) / 32 * 32;
 }
+
+// Pieces that the last units are cut into, and the least KV of one.
+constexpr int64_t MOST_PIECES = 4;
+constexpr int64_t PIECE_BYTES = 64 << 10;
 
 struct Decode : Task {
   const Variant* variant;
@@ -294,24 +416,25 @@ struct Decode : Task {
   struct Split { int64_t first; int n; };
   std::vector<Split> splits;
   std::vector<int> split_of;    // by part
-  std::unique_ptr<std::atomic<int>[]> left;  // parts of each split row still to be done
-  std::vector<float> partials;
+  std::unique_ptr<std::atomic<int>[]> left;  // units of each split row still to be done
 
-  void cut(int64_t rows, const int64_t* start, const int64_t* length, int64_t window) {
+  void cut(int64_t rows, const int64_t* start, const int64_t* length, int64_t window,
+           int threads) {
+    const int tiles = job.tiles();
     std::vector<Unit> all;
     all.reserve(rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t hi = start[r] + length[r];
       const int64_t lo = window > 0 && window < length[r] ? hi - window : start[r];
-      const int64_t each = part_tokens(hi - lo);
+      const int64_t each = stretch_tokens(hi - lo);
       if (hi - lo <= each) {
-        all.push_back({r, lo, hi, true, -1});
+        all.push_back({r, lo, hi, true, -1, 0, tiles});
         continue;
       }
       splits.push_back({static_cast<int64_t>(parts.size()), 0});
       for (int64_t at = lo; at < hi; at += each) {
-        const int64_t end = std::min(hi, at + each);
-        parts.push_back({r, at, end, end == hi, static_cast<int64_t>(parts.size())});
+        const int64_t end = std::min(hi, at + each), place = parts.size();
+        parts.push_back({r, at, end, end == hi, place, 0, tiles});
         split_of.push_back(static_cast<int>(splits.size()) - 1);
         splits.back().n += 1;
       }
@@ -325,12 +448,49 @@ struct Decode : Task {
     for (int64_t i = 0; i < STEPS; ++i) at[i + 1] += at[i];
     units.resize(all.size());
     for (const Unit& u : all) units[at[bucket(u)]++] = u;
+    if (threads > 1) cut_last(std::min<int64_t>(threads, units.size()));
     total = static_cast<int64_t>(units.size());
     left.reset(new std::atomic<int>[splits.size()]);
-    for (size_t i = 0; i < splits.size(); ++i) left[i].store(splits[i].n);
+    for (size_t i = 0; i < splits.size(); ++i) left[i].store(0);
+    for (const Unit& u : units) {
+      if (u.partial >= 0) left[split_of[u.partial]].fetch_add(1, std::memory_order_relaxed);
+    }
     job.partial_size = int64_t(job.n_heads) * (job.dv + 2);
-    partials.resize(parts.size() * job.partial_size);
-    job.partials = partials.data();
+  }
+
+  // Cuts the last n units by heads: threads that are done fill up the time until the others are.
+  void cut_last(int64_t n) {
+    const int64_t size = dtype == 0 ? 4 : 2;
+    const std::vector<Unit> whole(units.end() - n, units.end());
+    units.resize(units.size() - n);
+    // Where heads share a key each piece reads it all, which takes several tiles to be worth it.
+    const bool shared = job.n_kv == 1;
+    const int64_t ends = shared ? job.tiles() / 4 : job.n_kv;
+    for (Unit u : whole) {
+      const int64_t nbytes = (u.hi - u.lo) * job.width * size;
+      const int64_t pieces = std::min({MOST_PIECES, nbytes / PIECE_BYTES, ends});
+      if (pieces < 2) {
+        units.push_back(u);
+        continue;
+      }
+      if (shared && u.last) {
+        // All of its pieces read the new token: it is there before any begins.
+        const char* from = static_cast<const char*>(job.new_kv) + u.row * job.new_stride * size;
+        char* to = static_cast<char*>(job.store) + (u.hi - 1) * job.width * size;
+        std::memcpy(to, from, job.width * size);
+        u.last = false;
+      }
+      const int64_t each = shared ? 1 : job.group_tiles(), count = job.tiles() / each;
+      for (int64_t i = 0; i < pieces; ++i) {
+        u.first_tile = static_cast<int>(count * i / pieces * each);
+        u.end_tile = static_cast<int>(count * (i + 1) / pieces * each);
+        units.push_back(u);
+      }
+    }
+  }
+
+  void begin(Buffer& buffer) override {
+    job.partials = buffer.take(static_cast<int64_t>(parts.size()) * job.partial_size);
   }
 
   struct Claim : Next {
@@ -416,12 +576,18 @@ int moegen_decode(void* handle, int dtype, int64_t rows, const int64_t* start,
     d.dtype = dtype;
     d.job = {n_heads, n_kv, dk, dv, latent != 0, width, scale, sinks, q, new_kv, store, out,
              q_stride, new_stride, out_stride, nullptr, 0};
-    d.cut(rows, start, length, window);
+    d.cut(rows, start, length, window, a->threads);
     a->run(d);
     return d.failed;
-  } catch (const std::exception&) {
+  } catch (...) {
     return 1;
   }
+}
+
+// The stretches that a row of so many tokens is cut into.
+int64_t moegen_stretches(int64_t tokens) {
+  const int64_t each = stretch_tokens(tokens);
+  return (tokens + each - 1) / each;
 }
 
 // All threads reading memory in order: what the attention is held against. `check` only keeps
@@ -437,7 +603,7 @@ int moegen_read(void* handle, const void* from, int64_t nbytes, uint64_t* check)
     a->run(r);
     *check = r.check;
     return r.failed;
-  } catch (const std::exception&) {
+  } catch (...) {
     return 1;
   }
 }

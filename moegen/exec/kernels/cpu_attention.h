@@ -24,67 +24,71 @@ struct Job {
   int64_t q_stride, new_stride, out_stride;
   float* partials;     // of rows that are split into several units
   int64_t partial_size;
+
+  // Query heads are taken four at a time: so many tiles share a key, and so many are there.
+  int group_tiles() const { return (n_heads / n_kv + 3) / 4; }
+  int tiles() const { return group_tiles() * n_kv; }
 };
 
-// Tokens [lo, hi) of the store, all of one row.
+// Tokens [lo, hi) of the store, all of one row, for some of its query heads.
 struct Unit {
   int64_t row, lo, hi;
-  bool last;           // holds the row's new token
-  int64_t partial;     // its place among the partial results, or -1: the row is one unit
+  bool last;               // ends with the row's new token, which it writes
+  int64_t partial;         // its place among the partial results, or -1: the row is one stretch
+  int first_tile, end_tile;  // of query heads; but one key head's are of one unit
 };
 
-#ifndef TUNE_BLOCK_BYTES
-#define TUNE_BLOCK_BYTES 32768
-#endif
-#ifndef TUNE_AHEAD_BYTES
-#define TUNE_AHEAD_BYTES 65536
-#endif
-#ifndef TUNE_HINT
-#define TUNE_HINT 2
-#endif
-#ifndef TUNE_LINES
-#define TUNE_LINES 1
-#endif
-#ifndef TUNE_SLACK
-#define TUNE_SLACK 8
-#endif
+// Memory that will be wanted, touched ahead in the order in which it will be read, a little at
+// each step of the work.
+class Ahead {
+ public:
+  // `n` pieces of so many bytes each, `stride` bytes apart.
+  struct Pieces {
+    const char* at;
+    int64_t bytes, stride, n;
+  };
 
-// Where memory that will be wanted is touched ahead, in the order in which it lies: up to two
-// stretches a block, a little at each step of the work.
-struct Ahead {
-  const char* at = nullptr;
-  const char* end = nullptr;
-  const char* then = nullptr;
-  const char* then_end = nullptr;
-  int64_t bytes = 0;   // a step
   inline void step() {
-#if TUNE_HINT >= 0
-    if (at >= end) {
-      if (then == nullptr) return;
-      at = then;
-      end = then_end;
-      then = nullptr;
-    }
-    const char* p = at;
-    at = p + bytes;
+    if (at_ >= end_ && !turn()) return;
+    const char* p = at_;
+    at_ = p + bytes_;
     do {
-      __builtin_prefetch(p, 0, TUNE_HINT);
-      p += 64 * TUNE_LINES;
-    } while (p < at);
-#endif
+      __builtin_prefetch(p, 0, 2);  // into the second cache: the first holds the block
+      p += LINE;
+    } while (p < at_);
   }
+
   // So much a step that `steps` touch all of `total`. What is left of before is given up.
-  inline void each(int64_t total, int64_t steps) {
-    constexpr int64_t each = 64 * TUNE_LINES;
-    bytes = ((total + steps - 1) / steps + each - 1) / each * each;
-    at = end = then = nullptr;
+  // Pieces end within a step: a line more makes up for it.
+  inline void each(int64_t total, int64_t steps, bool in_pieces) {
+    bytes_ = ((total + steps - 1) / steps + LINE - 1) / LINE * LINE + (in_pieces ? LINE : 0);
+    at_ = end_ = nullptr;
+    have_ = now_ = 0;
   }
-  inline void add(const void* from, const void* to) {
-    if (from >= to) return;
-    const bool first = at == end;
-    (first ? at : then) = static_cast<const char*>(from);
-    (first ? end : then_end) = static_cast<const char*>(to);
+
+  inline void add(const Pieces& pieces) { pieces_[have_++] = pieces; }
+
+ private:
+  static constexpr int64_t LINE = 64;
+
+  bool turn() {
+    for (; now_ < have_; ++now_) {
+      Pieces& p = pieces_[now_];
+      if (p.n == 0) continue;
+      p.n -= 1;
+      at_ = p.at;
+      end_ = at_ + p.bytes;
+      p.at += p.stride;
+      return true;
+    }
+    return false;
   }
+
+  const char* at_ = nullptr;
+  const char* end_ = nullptr;
+  int64_t bytes_ = 0;  // a step
+  Pieces pieces_[4];   // keys and values, of this unit and of the next
+  int have_ = 0, now_ = 0;
 };
 
 // Memory of one thread, kept from call to call.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -45,10 +46,13 @@ class Library(NamedTuple):
     functions : ctypes.CDLL
     variants : dict of str to int
         Those that run on this machine, the best first, with what `moegen_open` calls them.
+    not_kept : str or None
+        Why the next process will compile it again.
     """
 
     functions: ctypes.CDLL
     variants: dict[str, int]
+    not_kept: str | None = None
 
 
 def library(*defines: str) -> Library:
@@ -86,7 +90,7 @@ def _library(defines: tuple[str, ...]) -> Library | str:
 
 
 def _place(defines: tuple[str, ...]) -> Path | None:
-    """Where the compiled file is kept; None where there is no home directory."""
+    """Where the compiled file is kept; None where there is no home directory for it."""
     digest = hashlib.sha256(" ".join((*_FLAGS, *defines, sys.platform)).encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
@@ -108,13 +112,14 @@ def _whole(place: Path) -> bool:
 
 
 def _make(defines: tuple[str, ...], place: Path | None) -> Library:
-    """Compile in a folder of this process alone, then move the result to its place."""
+    """Compile in a folder of this process alone, then put the result in its place."""
+    not_kept = None if place else "there is no home directory"
     try:
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix="build-", dir=place and place.parent)
-    except OSError:
-        place = None  # it cannot be kept, and serves this process only
+    except OSError as e:
+        place, not_kept = None, str(e)  # it serves this process only
         try:
             folder = tempfile.mkdtemp(prefix="moegen-build-")
         except OSError as e:
@@ -122,11 +127,12 @@ def _make(defines: tuple[str, ...], place: Path | None) -> Library:
     try:
         made = _compile(defines, folder)
         if place is not None:
-            with open(made, "ab") as file:
-                file.write(hashlib.sha256(made.read_bytes()).digest())
-            os.replace(made, place)
+            # A new file: macOS remembers the signature of one that was loaded, as torch does.
+            data, whole = made.read_bytes(), Path(folder) / "whole"
+            whole.write_bytes(data + hashlib.sha256(data).digest())
+            os.replace(whole, place)
             made = place
-        return _load(made)
+        return _load(made)._replace(not_kept=not_kept)
     except OSError as e:
         raise Unavailable(f"what was compiled cannot be loaded: {e}") from e
     finally:
@@ -134,7 +140,7 @@ def _make(defines: tuple[str, ...], place: Path | None) -> Library:
 
 
 def _compile(defines: tuple[str, ...], folder: str) -> Path:
-    with _own_programs():
+    with _own_programs(), _quiet("torch.utils.cpp_extension"):
         try:
             from torch.utils import cpp_extension
 
@@ -179,6 +185,17 @@ def _own_programs() -> Iterator[None]:
             os.environ["PATH"] = before
 
 
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A logger that says nothing: what goes wrong is told by `Unavailable`, in a line."""
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
 def _load(path: Path) -> Library:
     f = ctypes.CDLL(str(path))
     pointer, number, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -197,6 +214,8 @@ def _load(path: Path) -> Library:
         *(integer, integer, integer, integer, integer),  # heads, KV heads, dk, dv, latent
         *(ctypes.c_float, number, pointer),  # scale, window, sinks
     ]
+    f.moegen_stretches.restype = number
+    f.moegen_stretches.argtypes = [number]
     variants: dict[str, int] = {}
     works, i = integer(), 0
     while (name := f.moegen_variant(i, ctypes.byref(works))) is not None:

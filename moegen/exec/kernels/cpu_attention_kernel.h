@@ -33,10 +33,10 @@ constexpr int TILE_TOKENS = LANES == 16 ? 4 : 2;
 constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 2;
 constexpr int BLOCK = 32;  // tokens between two looks at the maximum, at most
 // Of a block: what lies in the first cache while all heads' keys and then values are read.
-constexpr int64_t BLOCK_BYTES = TUNE_BLOCK_BYTES;
-constexpr int64_t AHEAD_BYTES = TUNE_AHEAD_BYTES;  // between what is touched ahead and what is read
+constexpr int64_t BLOCK_BYTES = 32 << 10;
+constexpr int64_t AHEAD_BYTES = 32 << 10;  // between what is touched ahead and what is read
 // A maximum is raised when it has grown by this factor of 2**: weights and sums are relative to it.
-constexpr float SLACK = TUNE_SLACK;
+constexpr float SLACK = 8;
 
 INLINE int64_t padded(int64_t n) { return (n + 2 * W - 1) / (2 * W) * (2 * W); }
 INLINE vf all(float x) { return x - vf{}; }
@@ -282,39 +282,6 @@ INLINE void add_values(const float* p, const E* v, int64_t stride, int n, float*
   }
 }
 
-#if defined(DOT) && defined(TUNE_P16)
-template <int H, int N>
-INLINE void add_values(const float* p, const bf16* v, int64_t stride, int n, float* o, int64_t dv,
-                       Ahead& ahead) {
-  if (n <= 0) __builtin_unreachable();
-  vf sum[H][N];
-  UNROLL for (int h = 0; h < H; ++h) {
-    UNROLL for (int i = 0; i < N; ++i) sum[h][i] = load(o + h * dv + i * W);
-  }
-  for (int t = 0; t < n; t += 2) {
-    ahead.step();
-    ahead.step();
-    const bf16* a = v + t * stride;
-    const bf16* b = t + 1 < n ? a + stride : a;
-    vu value[N];
-    UNROLL for (int i = 0; i < N; i += 2) {
-      vu x, y;
-      std::memcpy(&x, a + i * W, sizeof x);
-      std::memcpy(&y, b + i * W, sizeof y);
-      value[i] = (x & 0xffff) | y << 16;
-      value[i + 1] = x >> 16 | (y & 0xffff0000);
-    }
-    UNROLL for (int h = 0; h < H; ++h) {
-      const vu weight = (vu)all(p[4 * t + h]);
-      UNROLL for (int i = 0; i < N; ++i) sum[h][i] = DOT(sum[h][i], weight, value[i]);
-    }
-  }
-  UNROLL for (int h = 0; h < H; ++h) {
-    UNROLL for (int i = 0; i < N; ++i) keep(o + h * dv + i * W, sum[h][i]);
-  }
-}
-#endif
-
 // The state of up to four query heads that share a key. Lane i is of head i % 4.
 struct Heads {
   void* q;       // [4][dk], as keys are multiplied: float32 or bfloat16
@@ -374,13 +341,7 @@ INLINE void soften(Heads& state, int n, int64_t dv) {
   vf sum = load(state.sum);
   for (int i = 0; i < end; i += W) {
     vf p = exp2_of(load(s + i) - level);
-#if defined(DOT) && defined(TUNE_P16)
-    const vu r = rounded_up(p) & 0xffff0000;
-    sum += (vf)r;
-    p = (vf)(r >> 16 | SHUFFLE(r, r, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-#else
     sum += p;
-#endif
     keep(s + i, p);
   }
   keep(state.sum, sum);
@@ -459,9 +420,36 @@ template <>
 struct QueryOf<bf16> { using type = bf16; };
 #endif
 
+// The key heads [first, end) that a unit reads.
+struct KeyHeads {
+  int first, end;
+  KeyHeads(const Job& job, const Unit& u)
+      : first(u.first_tile / job.group_tiles()), end((u.end_tile - 1) / job.group_tiles() + 1) {}
+};
+
+// Tokens [from, to) of a unit, as far as its heads go.
+template <class E>
+INLINE void touch(const Job& job, const Unit& u, int64_t from, int64_t to, Ahead& ahead) {
+  if (from >= to) return;
+  constexpr int64_t size = sizeof(E);
+  const int64_t token_bytes = job.width * size;
+  const char* at = static_cast<const char*>(job.store) + from * token_bytes;
+  const KeyHeads own(job, u);
+  const int n = own.end - own.first;
+  if (n == job.n_kv) {
+    ahead.add({at, (to - from) * token_bytes, 0, 1});
+    return;
+  }
+  const int64_t k = own.first * job.dk, v = job.n_kv * job.dk + own.first * job.dv;
+  ahead.add({at + k * size, n * job.dk * size, token_bytes, to - from});
+  ahead.add({at + v * size, n * job.dv * size, token_bytes, to - from});
+}
+
 template <class E>
 void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
-  const int group = job.n_heads / job.n_kv, tiles = (group + 3) / 4, n_tiles = tiles * job.n_kv;
+  const int group = job.n_heads / job.n_kv, tiles = job.group_tiles();
+  const int n_tiles = u.end_tile - u.first_tile;
+  const KeyHeads own(job, u);
   const int64_t dk = padded(job.dk), dv = padded(job.dv), width = job.width;
   // Keys and values that many heads read, or that do not fill vectors, are made float32 once a
   // block.
@@ -481,8 +469,15 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
 
   E* store = static_cast<E*>(job.store);
   if (u.last) {
+    // Only what this unit reads: others may be reading the rest.
     const E* fresh = static_cast<const E*>(job.new_kv) + u.row * job.new_stride;
-    std::memcpy(store + (u.hi - 1) * width, fresh, width * sizeof(E));
+    E* to = store + (u.hi - 1) * width;
+    const int64_t n = own.end - own.first, k = own.first * job.dk;
+    std::memcpy(to + k, fresh + k, n * job.dk * sizeof(E));
+    if (!job.latent) {
+      const int64_t v = job.n_kv * job.dk + own.first * job.dv;
+      std::memcpy(to + v, fresh + v, n * job.dv * sizeof(E));
+    }
   }
   const E* q = static_cast<const E*>(job.q) + u.row * job.q_stride;
   const float scale = job.scale * 1.44269504088896341f;  // scores are exponents of 2
@@ -493,8 +488,9 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
     state.q = qs + i * 4 * dk;
     state.o = os + i * 4 * dv;
     state.s = ss + i * s_size;
-    const int first = i % tiles * 4, n = group - first < 4 ? group - first : 4;
-    const E* from = q + (i / tiles * group + first) * job.dk;
+    const int tile = u.first_tile + i, first = tile % tiles * 4;
+    const int n = group - first < 4 ? group - first : 4;
+    const E* from = q + (tile / tiles * group + first) * job.dk;
     if (dots) std::memcpy(state.q, from, n * dk * sizeof(E));
     else {
       float* to = qs + i * 4 * dk;
@@ -516,33 +512,34 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
     const int n = static_cast<int>(u.hi - t < block ? u.hi - t : block);
     const int64_t steps =
         n_tiles * ((n + TILE_TOKENS - 1) / TILE_TOKENS * (dk / (2 * W)) + columns * n);
-    ahead.each(n * token_bytes, steps);
-    if (TUNE_HINT >= 0) {
-      // Tokens as if the next unit's followed this one's.
-      const int64_t from = t + far, to = from + n;
-      if (from < u.hi) ahead.add(store + from * width, store + (to < u.hi ? to : u.hi) * width);
-      if (to > u.hi) {
-        if (!asked) after = next();
-        asked = true;
-        const int64_t skip = from < u.hi ? 0 : from - u.hi, end = to - u.hi;
-        if (after) {
-          const int64_t more = after->hi - after->lo;
-          if (skip < more) {
-            ahead.add(store + (after->lo + skip) * width,
-                      store + (after->lo + (end < more ? end : more)) * width);
-          }
-        }
+    ahead.each(n * token_bytes * (own.end - own.first) / job.n_kv, steps,
+               own.end - own.first < job.n_kv);
+    // Tokens as if the next unit's followed this one's.
+    const int64_t from = t + far, to = from + n;
+    touch<E>(job, u, from, to < u.hi ? to : u.hi, ahead);
+    if (to > u.hi) {
+      if (!asked) after = next();
+      asked = true;
+      if (after) {
+        const int64_t skip = from < u.hi ? 0 : from - u.hi, end = after->lo + to - u.hi;
+        touch<E>(job, *after, after->lo + skip, end < after->hi ? end : after->hi, ahead);
       }
     }
     const E* token = store + t * width;
-    for (int j = 0; j < job.n_kv; ++j) {
+    // The tiles of key head j, counted from the unit's first.
+    auto tiles_of = [&](int j, int& i, int& end) {
+      i = j * tiles - u.first_tile;
+      end = i + tiles < n_tiles ? i + tiles : n_tiles;
+      i = i > 0 ? i : 0;
+    };
+    for (int j = own.first, i, end; j < own.end; ++j) {
       const E* k = token + int64_t(j) * job.dk;
       if (!direct_k) {
         for (int i = 0; i < n; ++i) widen(fill, k + i * width, job.dk, 1.0f, wide_k + i * dk);
       }
-      for (int i = 0; i < tiles; ++i) {
-        Heads& state = *heads(j * tiles + i);
-        const bool one = group - 4 * i == 1;
+      for (tiles_of(j, i, end); i < end; ++i) {
+        Heads& state = *heads(i);
+        const bool one = group - 4 * ((u.first_tile + i) % tiles) == 1;
         if (!direct_k) {
           (one ? attend_keys<1, float, float> : attend_keys<4, float, float>)(
               state, dk, dv, wide_k, dk, scale, n, ahead);
@@ -553,14 +550,14 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
       }
     }
     const E* values = job.latent ? token : token + int64_t(job.n_kv) * job.dk;
-    for (int j = 0; j < job.n_kv; ++j) {
+    for (int j = own.first, i, end; j < own.end; ++j) {
       const E* v = values + int64_t(j) * job.dv;
       if (!direct_v) {
         for (int i = 0; i < n; ++i) widen(fill, v + i * width, job.dv, 1.0f, wide_v + i * dv);
       }
-      for (int i = 0; i < tiles; ++i) {
-        Heads& state = *heads(j * tiles + i);
-        const bool one = group - 4 * i == 1;
+      for (tiles_of(j, i, end); i < end; ++i) {
+        Heads& state = *heads(i);
+        const bool one = group - 4 * ((u.first_tile + i) % tiles) == 1;
         if (!direct_v) {
           (one ? attend_values<1, float> : attend_values<4, float>)(state, dv, wide_v, dv, n,
                                                                     ahead);
@@ -573,19 +570,21 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
 
   float* partial = u.partial < 0 ? nullptr : job.partials + u.partial * job.partial_size;
   E* out = static_cast<E*>(job.out) + u.row * job.out_stride;
-  for (int head = 0; head < job.n_heads; ++head) {
-    const int in_group = head % group;
-    const Heads& state = *heads(head / group * tiles + in_group / 4);
-    const int h = in_group % 4;
-    float sum = 0.0f;
-    for (int i = h; i < W; i += 4) sum += state.sum[i];
-    const float* o = state.o + h * dv;
-    if (!partial) {
-      finish(job, head, state.max[h], sum, o, out + int64_t(head) * job.dv);
-    } else {
-      partial[2 * head] = state.max[h];
-      partial[2 * head + 1] = sum;
-      std::memcpy(partial + 2 * job.n_heads + int64_t(head) * job.dv, o, job.dv * sizeof(float));
+  for (int i = 0; i < n_tiles; ++i) {
+    const int tile = u.first_tile + i, first = tile % tiles * 4;
+    const Heads& state = *heads(i);
+    for (int h = 0; h < 4 && first + h < group; ++h) {
+      const int head = tile / tiles * group + first + h;
+      float sum = 0.0f;
+      for (int w = h; w < W; w += 4) sum += state.sum[w];
+      const float* o = state.o + h * dv;
+      if (!partial) {
+        finish(job, head, state.max[h], sum, o, out + int64_t(head) * job.dv);
+      } else {
+        partial[2 * head] = state.max[h];
+        partial[2 * head + 1] = sum;
+        std::memcpy(partial + 2 * job.n_heads + int64_t(head) * job.dv, o, job.dv * sizeof(float));
+      }
     }
   }
 }

@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.cpu
 torch = pytest.importorskip("torch")
 
-from moegen.exec import attention  # noqa: E402
+from moegen.exec import torch_attention  # noqa: E402
 from moegen.exec.attention import DecodeShape  # noqa: E402
 
 
@@ -58,7 +58,7 @@ def test_decode_of_groups(lengths, dim, group):
     heads = group * kv_heads
     rows = views(lengths, 2 * kv_heads * dim)
     q = 3 * torch.randn(len(lengths), heads * dim)
-    got = attention.decode(DecodeShape(heads, kv_heads, dim, dim, False, scale), q, rows)
+    got = torch_attention.decode(DecodeShape(heads, kv_heads, dim, dim, False, scale), q, rows)
     wanted = naive_gqa(q, rows, heads, kv_heads, dim, scale)
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-6)
 
@@ -70,7 +70,7 @@ def test_decode_of_a_latent(lengths, heads, rank, rope):
     scale = 1.3 * (rank + rope) ** -0.5
     rows = views(lengths, rank + rope)
     q = 3 * torch.randn(len(lengths), heads * (rank + rope))
-    got = attention.decode(DecodeShape(heads, 1, rank + rope, rank, True, scale), q, rows)
+    got = torch_attention.decode(DecodeShape(heads, 1, rank + rope, rank, True, scale), q, rows)
     wanted = naive_latent(q, rows, heads, rank, scale)
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-6)
 
@@ -82,24 +82,24 @@ def test_scores_of_half_precision_rows_stay_float32(kind):
     rows = views([300, 7], 128, dtype=torch.bfloat16)
     if kind == "gqa":
         q = 8 * torch.randn(2, 4 * 64).bfloat16()
-        got = attention.decode(DecodeShape(4, 1, 64, 64, False, 1.0), q, rows)
+        got = torch_attention.decode(DecodeShape(4, 1, 64, 64, False, 1.0), q, rows)
         wanted = naive_gqa(q, rows, 4, 1, 64, 1.0)
     else:
         q = 8 * torch.randn(2, 4 * 128).bfloat16()
-        got = attention.decode(DecodeShape(4, 1, 128, 96, True, 1.0), q, rows)
+        got = torch_attention.decode(DecodeShape(4, 1, 128, 96, True, 1.0), q, rows)
         wanted = naive_latent(q, rows, 4, 96, 1.0)
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=0.03)
 
 
 def test_evenly_spaced_rows_become_one_batch_and_others_do_not():
     rows = views([5] * 4, 8, capacity=9)
-    assert [(r.start, r.stop) for r, _ in attention._batches(rows)] == [(0, 4)]
-    ((_, batch),) = attention._batches(rows)
+    assert [(r.start, r.stop) for r, _ in torch_attention._batches(rows)] == [(0, 4)]
+    ((_, batch),) = torch_attention._batches(rows)
     assert torch.equal(batch, torch.stack(rows))
     assert batch.data_ptr() == rows[0].data_ptr()
     apart = [rows[0], rows[1], rows[3], *views([5, 5], 8), rows[1], rows[0]]
     spans = []
-    for span, batch in attention._batches(apart):
+    for span, batch in torch_attention._batches(apart):
         assert torch.equal(batch, torch.stack(apart[span]))
         spans.append((span.start, span.stop))
     assert spans == [(0, 2), (2, 3), (3, 5), (5, 6), (6, 7)]
