@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from moegen.graph.checks import MOST, whole
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory
 from moegen.graph.model import ModelSpec
-from moegen.graph.sound import GPU_SHARE, sound_prefill
+from moegen.graph.sound import sound_prefill, with_headroom
 from moegen.graph.strategy import Plan, Strategy
 from moegen.graph.task import Lane, TaskGraph
 from moegen.graph.waves import deal, room
@@ -178,12 +178,17 @@ def mixed_wave(
     mixed : (int, int)
         Shortest and longest; see `mixed_prompts`.
     """
+    if mixed[1] > model.max_context:
+        raise InvalidInput(
+            f"prompts of up to {mixed[1]} tokens are longer than {model.name}'s context of "
+            f"{model.max_context}: take a smaller longest prompt"
+        )
     waves = min(MIXED_WAVES, -(-plan.decode.B // plan.prefill.B))
     prompts = mixed_prompts(*mixed, tokens=waves * plan.prefill.B * prompt_len)
     work = Workload.from_lengths(prompts, [1] * len(prompts), name="mixed")
     s = sound_prefill(model, hw, work, plan.decode.with_(B=work.n))
     as_many = s.with_(B=-(-work.n // waves))
-    ledger = memory(model, _with_headroom(hw), as_many, work, phase="prefill", batch=work.n)
+    ledger = memory(model, with_headroom(hw), as_many, work, phase="prefill", batch=work.n)
     if ledger.gpu.fits:
         s = as_many
     dealt = deal(prompts, room(s, work, work.n))
@@ -283,13 +288,8 @@ def plan_for_layers(prepared: Prepared, whole: ModelSpec, work: Workload) -> Pla
     fixed = {} if isinstance(fixed, str) else dict(fixed)
     if "s_params" in fixed:
         return plan
-    hw = _with_headroom(prepared.capacities)
+    hw = with_headroom(prepared.capacities)
     spare = memory(part, hw, plan.decode.with_(s_params=0), work).gpu.free_bytes
     here, all_ = (m.weight_bytes - m.head_bytes for m in (part, whole))
     kept = max(0, min(spare, all_)) * here // all_
     return prepared.with_plan(fixed | {"s_params": kept}).resolve(work).plan
-
-
-def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
-    """With as much of the GPU's memory as the sound choice takes."""
-    return replace(hw, gpu_memory_bytes=hw.gpu_memory_bytes * GPU_SHARE)

@@ -351,3 +351,24 @@ def test_an_interrupted_callback_loses_no_finished_row(engine):
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, 3, ignore_eos=True, on_finish=finish)
     assert told == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.cpu
+def test_weights_that_could_not_be_kept_are_fetched_again(engine, monkeypatch):
+    machinery = engine.machinery
+    whole = engine.model.weight_bytes
+    machinery.keep(whole)
+    kept = machinery.resident_dense.keys()
+    assert kept
+
+    def no_memory(device):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(program, "give_back_gpu_memory", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        machinery.keep(0)
+    monkeypatch.undo()
+    machinery.keep(whole)
+    assert machinery.resident_dense.keys() == kept
+    machinery.keep(0)
+    assert not machinery.resident_dense

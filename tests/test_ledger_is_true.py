@@ -25,6 +25,7 @@ from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.families import family_for  # noqa: E402
 from moegen.exec.generate import Generation, SequenceState  # noqa: E402
 from moegen.exec.kv import KVStore  # noqa: E402
+from moegen.exec.lanes import forget_gpu_memory  # noqa: E402
 from moegen.exec.layout import Layout  # noqa: E402
 from moegen.exec.primitives import reference  # noqa: E402
 from moegen.exec.program import Machinery, Program  # noqa: E402
@@ -411,8 +412,7 @@ def test_peak_on_cuda(family, omega, monkeypatch):
     def measuring(phase, method):
         def run(self, *args):
             gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            forget_gpu_memory(torch.device("cuda"))
             method(self, *args)
             torch.cuda.synchronize()
             peaks[phase] = max(peaks.get(phase, 0), torch.cuda.max_memory_reserved())

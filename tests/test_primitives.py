@@ -29,6 +29,7 @@ pytest.importorskip(
 
 from moegen.exec.arena import Arena  # noqa: E402
 from moegen.exec.primitives import cuda, triton_routing  # noqa: E402
+from moegen.graph import working  # noqa: E402
 
 # Triton's interpreter turns one-element arrays into loop bounds, which numpy 2.4 does not.
 INTERPRETABLE = tuple(map(int, np.__version__.split(".")[:2])) < (2, 4)
@@ -368,7 +369,7 @@ def test_top_k_of_nan_is_nan_among_real_experts(device: str) -> None:
 
 def sort_and_check(ids: torch.Tensor, n_experts: int, device: str) -> Arena:
     n, k = ids.numel(), ids.shape[1]
-    memory = arena(device, triton_routing.table_bytes(n, n_experts))
+    memory = arena(device, working.sort_bytes(n, n_experts))
     order = torch.full((n,), -1, dtype=torch.int32, device=device)
     inverse = torch.full((len(ids), k), -1, dtype=torch.int32, device=device)
     ends = torch.full((n_experts,), -1, dtype=torch.int32, device=device)
@@ -413,6 +414,7 @@ def test_any_choices_are_sorted(tier: str, data: st.DataObject) -> None:
         if data.draw(st.booleans()):  # a small chunk, so that few choices are several
             patch.setattr(triton_routing, "_ALONE", -1)
             patch.setattr(triton_routing, "CHUNK", 16)
+            patch.setattr(working, "SORT_CHUNK", 16)  # what the arena is made for
         sort_and_check(ids, n_experts, tier)
 
 
@@ -507,7 +509,7 @@ def test_prefill_of_long_prompts_is_right_and_the_same_every_time() -> None:
 def test_nothing_is_allocated() -> None:
     n, h = 3000, 256
     x, y = random(n, h).cuda().bfloat16(), random(2 * n, h).cuda().bfloat16()
-    memory = arena("cuda", triton_routing.table_bytes(2 * n, 64))
+    memory = arena("cuda", working.sort_bytes(2 * n, 64))
     ids = torch.randint(0, 64, (n, 2), dtype=torch.int32, device="cuda")
     order, inverse = torch.empty(2 * n, dtype=torch.int32, device="cuda"), torch.empty_like(ids)
     ends = torch.empty(64, dtype=torch.int32, device="cuda")

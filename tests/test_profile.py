@@ -375,7 +375,9 @@ def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gpu_is_measured(cache, dtype):
     device = torch.device("cuda", 0)
+    stream = torch.cuda.current_stream()
     hw = machine_profile(device, dtype)
+    assert torch.cuda.current_stream() == stream
     there = [name for name in RATES if getattr(hw, name) is not None]
     assert all(hw.kind(name) == "measured" for name in there) and len(there) > len(RATES) - 2
     assert hw.gpu_name == detect().gpu_name

@@ -170,6 +170,28 @@ def test_waiting_for_an_event_that_nobody_recorded_raises():
 
 
 @pytest.mark.cpu
+def test_a_wait_that_fails_is_heard_of_and_leaves_the_lane_alive():
+    heard = []
+    stream = CpuStream("test", Clock(torch.device("cpu")), heard.append)
+
+    class Faulty:
+        rings = True
+
+        def ready(self):
+            return True
+
+        def synchronize(self):
+            raise Broken("the GPU is gone")
+
+    try:
+        stream.wait(Faulty())
+        stream.synchronize()
+        assert [str(e) for e in heard] == ["the GPU is gone"]
+    finally:
+        stream.close()
+
+
+@pytest.mark.cpu
 def test_the_host_must_wait_for_the_record_before_the_stream_waits(engine, monkeypatch):
     """What CUDA would pass over in silence: a stream's wait issued before the record."""
 

@@ -162,6 +162,7 @@ def measure(
     rates, matmul_flops = measured
     s = strategy_of(engine, whole, point, args)
     g = mg.build(engine.model, s, "decode", kv_len=args.context)
+    engine.machinery.keep(s.s_params)  # what another point left resident is not this one's
     gpu.reset()
     pinned.reset_peak()
     began = time.perf_counter()

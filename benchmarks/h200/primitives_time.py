@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.exec.arena import Arena
-from moegen.exec.primitives import triton_grouped, triton_prefill, triton_routing
+from moegen.exec.primitives import triton_grouped, triton_prefill
 from moegen.exec.primitives.cuda import Cuda
+from moegen.graph import working
 
 HIDDEN, WIDTH, EXPERTS, K, HEADS, KV_HEADS, D = 4096, 14336, 8, 2, 32, 8, 128
 BF16 = torch.bfloat16
@@ -215,7 +216,7 @@ def routing(n: int, experts: int, k: int) -> None:
     logits = randn(n, experts, dtype=torch.float32)
     ids = torch.empty(n, k, dtype=torch.int32, device="cuda")
     weights = torch.empty(n, k, device="cuda")
-    arena = Arena(triton_routing.table_bytes(n * k, experts), torch.device("cuda"))
+    arena = Arena(working.sort_bytes(n * k, experts), torch.device("cuda"))
 
     def pick() -> Tensor:
         top = logits.softmax(-1).topk(k, -1).values

@@ -10,6 +10,7 @@ and a bound from that no bound.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention_probe import Rows
-from meters import Link
+from meters import Link, median_s
 from scipy.optimize import linprog
 
 import moegen as mg
@@ -25,8 +26,8 @@ import moegen as mg
 WHO = ("weights", "gather", "attention")
 MODES = tuple("+".join(x) for n in (1, 2, 3) for x in itertools.combinations(WHO, n))
 Rates = dict[str, dict[str, float]]
-# Left out at the beginning, where not all are at work yet.
-_BEGIN_S = 0.06
+# Left out at the beginning, where not all are at work yet; copies queued at a time.
+_BEGIN_S, _AHEAD = 0.1, 4
 
 
 def least_s(work: Mapping[str, float], rates: Rates) -> float:
@@ -61,62 +62,67 @@ def work_of(g: mg.TaskGraph) -> dict[str, float]:
 def measure(engine: mg.Engine, kv: Rows, gather_rows: int, span_s: float = 0.4) -> Rates:
     """The rates of every mode, each over ``span_s`` seconds."""
     link, gather = Link(engine), Gather(kv, gather_rows, engine.device)
+    queues = {"weights": (link.copy, link.nbytes), "gather": (gather.queue, gather.nbytes)}
+
+    def attend() -> None:
+        kv.attend(engine.machinery.decode)
+
+    for queue, _ in queues.values():
+        queue()  # compiles
+    attend()
     rates: Rates = {}
     for mode in MODES:
-        with_ = mode.split("+")
-        queued: dict[str, tuple[Callable[[], Any], int]] = {}
-        if "weights" in with_:
-            queued["weights"] = link.copy, link.nbytes
-        if "gather" in with_:
-            queued["gather"] = gather.queue, gather.nbytes
-        attend = (lambda: kv.attend(engine.machinery.decode)) if "attention" in with_ else None
-        rates[mode] = side_by_side(queued, attend, kv.nbytes, span_s, engine.device)
+        who = mode.split("+")
+        queued = {name: queues[name] for name in who if name in queues}
+        attention = (attend, kv.nbytes) if "attention" in who else None
+        if engine.device.type == "cuda":
+            rates[mode] = side_by_side(queued, attention, span_s)
+        else:  # nothing runs beside anything
+            both = queued | ({} if attention is None else {"attention": attention})
+            rates[mode] = {name: nbytes / median_s(do) for name, (do, nbytes) in both.items()}
     return rates
 
 
 def side_by_side(
     queued: Mapping[str, tuple[Callable[[], Any], int]],
-    attend: Callable[[], Any] | None,
-    attend_bytes: int,
+    attention: tuple[Callable[[], Any], int] | None,
     span_s: float,
-    device: torch.device,
 ) -> dict[str, float]:
     """Bytes per second of each, while all of them are at work."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    base = torch.cuda.Event(enable_timing=True)
+    base.record()
+    base.synchronize()
     began = time.perf_counter()
-    base = torch.cuda.Event(enable_timing=True) if on_gpu else None
-    if base is not None:
-        base.record()
-    events: dict[str, list[Any]] = {who: [] for who in queued}
-    # As much as the fastest could do in that time and some more, one of each by turns.
-    left = {who: int(1.3 * span_s * 60e9 / nbytes) + 2 for who, (_, nbytes) in queued.items()}
-    while on_gpu and any(left.values()):
-        who = max(left, key=lambda w: left[w] * queued[w][1])
-        events[who].append(queued[who][0]())
-        left[who] -= 1
+    over_s = _BEGIN_S + span_s
     ends: dict[str, list[float]] = {}
     nbytes = {who: n for who, (_, n) in queued.items()}
-    if attend is not None:
-        nbytes["attention"], ends["attention"] = attend_bytes, []
-        over_s = span_s + _BEGIN_S if on_gpu else 0.0
+
+    def feed(who: str, queue: Callable[[], Any]) -> None:
+        # Some are always queued behind the one that runs.
+        events = [queue() for _ in range(_AHEAD)]
+        while time.perf_counter() - began < over_s + 0.05:
+            events[-_AHEAD].synchronize()
+            events.append(queue())
+        events[-1].synchronize()
+        ends[who] = [base.elapsed_time(e) / 1e3 for e in events]
+
+    threads = [threading.Thread(target=feed, args=(who, q)) for who, (q, _) in queued.items()]
+    for thread in threads:
+        thread.start()
+    if attention is not None:
+        attend, nbytes["attention"] = attention
+        ends["attention"] = []
         while not ends["attention"] or ends["attention"][-1] < over_s:
             attend()
             ends["attention"].append(time.perf_counter() - began)
-    for who, (work, _) in queued.items():
-        if base is None:  # nothing runs beside anything on CPU lanes
-            work()
-            ends[who] = [time.perf_counter() - began]
-            continue
-        events[who][-1].synchronize()
-        ends[who] = [base.elapsed_time(e) / 1e3 for e in events[who]]
-    low, high = (_BEGIN_S, span_s + _BEGIN_S) if on_gpu else (0.0, max(map(max, ends.values())))
+    for thread in threads:
+        thread.join()
     found = {}
     for who, at in ends.items():
         done = np.arange(len(at) + 1) * nbytes[who]
-        moved = np.interp([low, high], [0.0, *at], done)
-        found[who] = float((moved[1] - moved[0]) / (high - low))
+        moved = np.interp([_BEGIN_S, over_s], [0.0, *at], done)
+        found[who] = float((moved[1] - moved[0]) / span_s)
     return found
 
 

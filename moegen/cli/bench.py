@@ -154,6 +154,7 @@ def bench(
             notes = list(dict.fromkeys([*prepared.notes, *engine.notes]))
             warn(notes)
             notes = clipped + notes
+            say(f"CPU:     attention by {engine.cpu_attention}")
             phases = measure(engine, plan, prompt_len, gen_len, steps, mixed=lengths)
     if as_json:
         print_json(
@@ -166,6 +167,7 @@ def bench(
                 "dtype": prepared.model.dtype,
                 "plan": {"prefill": plan.prefill.to_dict(), "decode": plan.decode.to_dict()},
                 **{name.replace(" ", "_"): phase.to_dict() for name, phase in phases.items()},
+                "cpu_attention": engine.cpu_attention,
                 "machine": machine_of(prepared.hardware),
                 "notes": notes,
             }

@@ -111,7 +111,8 @@ def _against_the_plan(report: Report) -> Iterator[str]:
     yield f"           prefill {_held(summary.prefill_s, predicted.prefill_s)}"
     yield f"           decode {_held(summary.decode_s, predicted.decode_s)}"
     yield f"  Rates    {origin_of_rates(report.prepared.hardware)}"
-    yield f"  CPU      attention by {report.cpu_attention}"
+    if resolved.plan.decode.omega > 0 or not report.on_gpu:
+        yield f"  CPU      attention by {report.cpu_attention}"
     host, gpu = report.memory["host"], report.memory["gpu"]
     at_peak, in_host = host["peak_bytes"], host["in_host_bytes"]
     assert in_host is not None

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from moegen.errors import DeadlockError
-from moegen.exec.lanes import Event, Stream, UnrecordedEvent, enter
+from moegen.exec.lanes import Event, Stream, UnrecordedEvent, enter, short_sleeps
 from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
 
 STALL_S = 600.0
@@ -229,6 +229,7 @@ class Issuer(Generic[StepT]):
         try:
             with torch.inference_mode():
                 enter(device)
+                short_sleeps()
                 self._bind(0)
                 self._loop(streams)
         finally:
@@ -302,6 +303,7 @@ class Issuer(Generic[StepT]):
             return self._later(event)
         if w.distance:
             if self.bound - self._forgotten >= UNRESOLVED:
+                self._look_again(time.perf_counter() + POLL_S)
                 return False
             # What the step before left on the host says what this one is.
             self._bind(q.index)

@@ -159,6 +159,9 @@ class Worker(threading.Thread):
 class _Wait(NamedTuple):
     event: Event
 
+    def __call__(self) -> None:
+        self.event.synchronize()
+
 
 class CpuStream:
     """A worker thread that runs what it is given, in order.
@@ -197,17 +200,16 @@ class CpuStream:
         while (item := self._queue.get()) is not None:
             if isinstance(item, CpuEvent):
                 item.reach()
-            elif isinstance(item, _Wait):
-                item.event.synchronize()
             elif not self._failed:
-                self._working = True
+                # A thread that waits for another lane is not at work.
+                self._working = not isinstance(item, _Wait)
                 try:
                     item()
                 except BaseException as e:
                     self._failed = True
                     self._on_error(e)
+                self._pulse += self._working
                 self._working = False
-                self._pulse += 1
 
     def submit(self, work: Callable[[], None]) -> None:
         self._queue.put(work)
@@ -264,7 +266,8 @@ class CudaEvent:
 class CudaStream:
     """A CUDA stream. It cannot wait for an event of a CPU lane: the issuing thread does.
 
-    What is submitted leaves the stream current: only that thread submits, and to streams alone.
+    What is submitted leaves its stream current on the calling thread; `own_current_stream` puts
+    back what was.
     """
 
     def __init__(self, device: torch.device, lane: Lane, clock: Clock) -> None:
@@ -359,11 +362,25 @@ def use_torch_threads(n: int) -> None:
 
 
 def enter(device: torch.device) -> None:
-    """Make ``device`` the calling thread's, which is going to ask often whether it is ready."""
+    """Make ``device`` the calling thread's."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        if sys.platform == "linux":  # else a sleep of 20 us takes 70
-            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
+
+def short_sleeps() -> None:
+    """Let the calling thread sleep for 20 us and not for 70, where the system can."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+
+
+@contextmanager
+def own_current_stream(device: torch.device) -> Iterator[None]:
+    """What is submitted inside changes the calling thread's current stream only until the end."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        yield
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -424,6 +441,11 @@ def give_back_gpu_memory(device: torch.device) -> None:
 
 
 def forget_gpu_memory(device: torch.device) -> None:
-    """Give back what the allocator holds and nobody uses, and count its peak anew."""
+    """Give back what the allocator holds and nobody uses, and count its peak anew.
+
+    Workspaces of cuBLAS too: there is one for each stream that ever made a product, and a run
+    plans for that of its own.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
     give_back_gpu_memory(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 # on an H200 machine with torch 2.11.
 CUDA_GROWTH_BYTES = 768 * MIB
 
+LARGEST_WORKSPACE_BYTES = 32 * MIB  # of cuBLAS on any GPU, as torch asks for it
+
 Given = Plan | Strategy | Mapping[str, Any] | str
 
 
@@ -317,10 +319,14 @@ def _capacities(
         if capacity is None:
             capacity = free_gpu_memory(device)
             source["gpu_memory_bytes"] = "measured: free on the GPU now"
+    # A GPU that nobody could ask for its name may be any.
+    workspace = (
+        (hw.gpu_workspace_bytes or LARGEST_WORKSPACE_BYTES) if device.type == "cuda" else None
+    )
     return replace(
         hw,
         gpu_memory_bytes=capacity,
         host_memory_bytes=free,
-        gpu_workspace_bytes=hw.gpu_workspace_bytes if device.type == "cuda" else None,
+        gpu_workspace_bytes=workspace,
         source=source,
     )

@@ -71,7 +71,7 @@ class Machinery:
         if kept == self.kept:
             return
         # All of it anew: what two layouts have in common would lie in the way of one block.
-        self.resident_dense, self.resident_experts = {}, {}
+        self.resident_dense, self.resident_experts, self.kept = {}, {}, None
         give_back_gpu_memory(self.device)
         dense = {i: self.weights.dense[i] for i, whole in enumerate(kept.dense) if whole}
         experts = {

@@ -1,4 +1,4 @@
-"""execute(): every lane runs its tasks in order and waits only on edges.
+"""Running a graph: every lane runs its tasks in order and waits only on edges.
 
 `moegen.exec.issue` hands the tasks over, on a thread of its own, which also reads the clocks of
 finished steps when it has nothing to issue; what the caller wants to hear is told on his thread.
@@ -207,6 +207,7 @@ def _quick_handover() -> Iterator[None]:
 def _short_collections() -> Iterator[None]:
     """Spare the garbage collector what was there before: looking through all that torch and
     transformers make takes a tenth of a second, in which nothing is issued."""
+    gc.collect()
     gc.freeze()
     try:
         yield

@@ -105,7 +105,6 @@ class Step:
             "slot_start": slot_start,
             "length": length,
         }
-        self.kv_index = torch.from_numpy(columns["kv_index"])
         self.length = length
         self.table = torch.from_numpy(np.concatenate(list(columns.values())))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moegen.exec.lanes import Clock, Worker, enter, open_streams, settle
+from moegen.exec.lanes import Clock, Worker, enter, open_streams, own_current_stream, settle
 from moegen.graph.task import Lane
 
 Work = Callable[[], Any]
@@ -57,7 +57,7 @@ class Bench:
             Whatever the work raised.
         """
         settle(self.device)  # what the work reads was made on a stream that no lane waits for
-        with self._busy(*beside) if beside else nullcontext():
+        with own_current_stream(self.device), self._busy(*beside) if beside else nullcontext():
             once = self._spans(lane, work, 2, each_with)[-1]
             n = int(min(MOST_RUNS, max(2, span_s / max(once, 1e-6))))
             spans = self._spans(lane, work, n, each_with)

@@ -54,7 +54,7 @@ def sound_plan(
         If not even one sequence fits, or nothing fits with what is fixed; the ledger's line
         says what broke.
     """
-    hw = _with_headroom(hw)
+    hw = with_headroom(hw)
     with _saying_what_is_left_free():
         decode = _decode(model, hw, work, dict(fixed or {}))
         return Plan(prefill=prefill_strategy(model, hw, work, decode), decode=decode)
@@ -69,7 +69,7 @@ def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: St
         If not even a wave of one prompt fits the GPU.
     """
     with _saying_what_is_left_free():
-        return prefill_strategy(model, _with_headroom(hw), work, decode)
+        return prefill_strategy(model, with_headroom(hw), work, decode)
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def _saying_what_is_left_free() -> Iterator[None]:
         ) from e
 
 
-def _with_headroom(hw: HardwareSpec) -> HardwareSpec:
+def with_headroom(hw: HardwareSpec) -> HardwareSpec:
     return replace(
         hw,
         host_memory_bytes=hw.host_memory_bytes * HOST_SHARE,

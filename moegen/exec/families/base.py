@@ -177,7 +177,7 @@ class Family(ABC):
     @cached_property
     def ops(self) -> Primitives:
         """The primitives on this device."""
-        return primitives_for(self.device, self.dtype)
+        return primitives_for(self.device)
 
     def embed(self, w: Weights, ids: Tensor, out: Tensor) -> None:
         """Token ids [T] to hidden states [T, H]."""

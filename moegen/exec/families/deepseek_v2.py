@@ -53,7 +53,6 @@ class DeepseekV2(Family):
                 f"supported are greedy, group_limited_greedy"
             )
         self.groups, self.top_groups = 0, 0
-        self.top_k = spec.layers[spec.moe_layers[0]].top_k if spec.moe_layers else 0
         if method == "group_limited_greedy" and spec.moe_layers:
             n = spec.layers[spec.moe_layers[0]].n_experts
             self.groups, self.top_groups = hf.get("n_group") or 0, hf.get("topk_group") or 0

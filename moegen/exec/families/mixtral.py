@@ -26,7 +26,6 @@ class Mixtral(Family):
     ) -> None:
         super().__init__(spec, dtype, device)
         self.attention = a = spec.layers[0].attention  # all layers have the same
-        self.top_k = spec.layers[0].top_k
         self.scale = a.head_dim**-0.5
         self.rope = Rope(spec, a.head_dim, self.device)
 

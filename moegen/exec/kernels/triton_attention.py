@@ -18,7 +18,7 @@ import math
 import torch
 
 from moegen.exec.arena import Arena
-from moegen.exec.kernels.triton_util import require_triton
+from moegen.exec.kernels.triton_util import padded, require_triton
 from moegen.graph.working import HEAD_TILE, decode_block, decode_split
 
 require_triton()
@@ -254,9 +254,9 @@ def decode_attention(
             D1=d1,
             D2=d2,
             DV=dv,
-            D1_PAD=_pad(d1),
-            D2_PAD=_pad(d2),
-            DV_PAD=_pad(dv),
+            D1_PAD=padded(d1),
+            D2_PAD=padded(d2),
+            DV_PAD=padded(dv),
             KV_WIDTH=kv_width,
             HEAD_TILE=HEAD_TILE,
             BLOCK=block,
@@ -275,12 +275,7 @@ def decode_attention(
                 split_tokens,
                 N_HEADS=n_heads,
                 DV=dv,
-                DV_PAD=_pad(dv),
-                num_warps=min(4, _pad(dv) // 16),
+                DV_PAD=padded(dv),
+                num_warps=min(4, padded(dv) // 16),
             )
     return out
-
-
-def _pad(d: int) -> int:
-    """``d`` as tl.arange and tl.dot want it: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(d))

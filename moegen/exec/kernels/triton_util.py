@@ -10,6 +10,12 @@ from pathlib import Path
 
 from moegen.errors import MachineError
 
+
+def padded(d: int) -> int:
+    """``d`` as Triton's ranges and products want it: a power of two, at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
 _OR_CPU = "or run on the CPU with device='cpu'"
 
 

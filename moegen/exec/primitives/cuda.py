@@ -94,7 +94,7 @@ class Cuda:
         self, ids: Tensor, n_experts: int, order: Tensor, inverse: Tensor, ends: Tensor,
         counts: Tensor, arena: Arena,
     ) -> None:  # fmt: skip
-        """Choices by expert; takes `triton_routing.table_bytes` of the arena at most."""
+        """Choices by expert; takes `moegen.graph.working.sort_bytes` of the arena at most."""
         triton_routing.sort_choices(ids, n_experts, order, inverse, ends, counts, arena)
 
     def combine(

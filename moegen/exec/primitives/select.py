@@ -7,7 +7,7 @@ import torch
 from moegen.exec.primitives import Primitives
 
 
-def primitives_for(device: torch.device, dtype: torch.dtype) -> Primitives:
+def primitives_for(device: torch.device) -> Primitives:
     """Fused kernels on CUDA, torch elsewhere.
 
     Raises

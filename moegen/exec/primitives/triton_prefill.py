@@ -22,7 +22,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from moegen.exec.kernels.triton_util import require_triton
+from moegen.exec.kernels.triton_util import padded, require_triton
 
 require_triton()
 
@@ -175,7 +175,7 @@ def attend_prefill(
         return
     n_rows, dv = ends.shape[0] - 1, v.shape[2]
     d1, d2 = _parts(d)
-    d1_pad, d2_pad, dv_pad = _pad(d1), _pad(d2), _pad(dv)
+    d1_pad, d2_pad, dv_pad = padded(d1), padded(d2), padded(dv)
     block_q, block_k, warps, stages = _blocks(
         d1_pad + (d2_pad if d2 else 0), dv_pad, q.element_size(), shared_bytes(q.device)
     )
@@ -200,11 +200,6 @@ def _parts(d: int) -> tuple[int, int]:
     return first, d - first
 
 
-def _pad(d: int) -> int:
-    """``d`` as tl.arange and tl.dot want it: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(d))
-
-
 @lru_cache
 def _blocks(d: int, dv: int, itemsize: int, shared: int) -> tuple[int, int, int, int]:
     """Queries and keys of a block, warps and stages, within ``shared`` bytes."""
@@ -214,6 +209,8 @@ def _blocks(d: int, dv: int, itemsize: int, shared: int) -> tuple[int, int, int,
     while (block_q * d + stages * block_k * (d + dv)) * itemsize > shared:
         if stages > 2:
             stages -= 1
-        else:
+        elif block_k > 16:  # the least that tl.dot takes; what still does not fit, Triton refuses
             block_k //= 2
+        else:
+            break
     return block_q, block_k, 8, stages

@@ -217,7 +217,7 @@ def sort_choices(
     """Choices by expert, each expert's in token order.
 
     ids, inverse int32 [T, k], dense; order int32 [N]; ends int32 [E]; counts int64 [E]. One
-    launch for few choices; else three, and ``table_bytes`` of the arena.
+    launch for few choices; else three, and `moegen.graph.working.sort_bytes` of the arena.
     """
     assert ids.is_contiguous() and inverse.is_contiguous()
     n, k = ids.numel(), ids.shape[1]
@@ -236,8 +236,3 @@ def sort_choices(
         _count_kernel[(chunks,)](ids, table, n, n_experts, **sizes)
         _scan_kernel[(1,)](table, ends, counts, n, n_experts, **sizes)
         _place_kernel[(chunks,)](ids, table, order, inverse, n, n_experts, K=k, **sizes)
-
-
-def table_bytes(n_choices: int, n_experts: int) -> int:
-    """What :func:`sort_choices` may take of the arena: `moegen.graph.working` counts on it."""
-    return 4 * -(-n_choices // CHUNK) * n_experts
