@@ -214,6 +214,8 @@ def hardware(rates: Rates, matmul_flops: float) -> mg.HardwareSpec:
         h2d_bytes_per_s=link,
         zero_copy_bytes_per_s=min(rates["gather"]["gather"], link),
         cpu_attn_bytes_per_s=rates["attention"]["attention"],
+        # As much as was seen to cross it at once, whoever moved it.
+        host_bytes_per_s=max(sum(by.values()) for by in rates.values()),
     )
 
 

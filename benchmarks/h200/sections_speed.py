@@ -45,7 +45,8 @@ def decode(d: Data, data: dict[str, Data]) -> list[str]:
     if shares:
         enough = sum(x >= 0.95 for x in shares)
         lines += [f"The least share is {min(shares):.1%}; {enough} of {len(shares)} reach 95%.", ""]
-    return [*lines, *left_out(d), *_loading(d), *_rates(d)]
+    notes = [f"- {note}" for note in d.get("notes", ())]
+    return [*lines, *left_out(d), *(notes and [*notes, ""]), *_loading(d), *_rates(d)]
 
 
 def whole(d: Data, data: dict[str, Data]) -> list[str]:
