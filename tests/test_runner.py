@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -18,7 +20,7 @@ from handmade import random_graph  # noqa: E402
 from tiny import tiny_mixtral  # noqa: E402
 
 from moegen.errors import DeadlockError  # noqa: E402
-from moegen.exec import generate, issue, lanes  # noqa: E402
+from moegen.exec import generate, issue, lanes, runner  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.issue import UNRESOLVED, WINDOW, Issuer  # noqa: E402
 from moegen.exec.kernels import KERNELS  # noqa: E402
@@ -330,3 +332,43 @@ def test_a_worker_can_be_waited_for_again_after_an_interrupt():
         assert ended and not worker.is_alive()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.cpu
+def test_an_interrupt_before_the_lanes_begin_leaves_none_behind(engine, monkeypatch):
+    before, opened = threading.enumerate(), []
+    open_streams = runner.open_streams
+
+    def interrupted(*args):
+        opened.append(open_streams(*args))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "open_streams", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, 6, ignore_eos=True)
+    assert len(opened) == 1 and threading.enumerate() == before
+
+
+@pytest.mark.cpu
+def test_runs_that_overlap_leave_the_interpreter_as_it_was():
+    interval, frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    first, second = runner.undisturbed(), runner.undisturbed()
+    first.__enter__()
+    second.__enter__()
+    assert sys.getswitchinterval() <= 1e-4 and gc.get_freeze_count() > 0
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() <= 1e-4
+    second.__exit__(None, None, None)
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (interval, frozen)
+
+
+@pytest.mark.cpu
+def test_what_the_caller_has_frozen_stays_frozen():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        with runner.undisturbed():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()

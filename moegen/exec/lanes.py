@@ -191,9 +191,13 @@ class CpuStream:
         self._thread = Worker(f"moegen-{name}", self._work)
         self._thread.start()
         if torch_threads is not None:
-            with own_torch_threads():
-                self.submit(lambda: use_torch_threads(torch_threads))
-                self.synchronize()
+            try:
+                with own_torch_threads():
+                    self.submit(lambda: use_torch_threads(torch_threads))
+                    self.synchronize()
+            except BaseException:
+                self.close()
+                raise
 
     @torch.inference_mode()
     def _work(self) -> None:
@@ -323,12 +327,14 @@ def open_streams(
     clock: Clock,
     on_error: Callable[[BaseException], None],
     wake: Callable[[], None] = lambda: None,
+    streams: dict[Lane, Stream] | None = None,
 ) -> dict[Lane, Stream]:
     """The executing side of every lane on ``device``; the CPU lane is a thread on both.
 
     ``on_error`` hears of what fails on a CPU lane, ``wake`` whenever one has come to an event.
+    ``streams`` gets them as they are made, so that an interrupt on the way loses none.
     """
-    streams: dict[Lane, Stream] = {}
+    streams = {} if streams is None else streams
     cuda = device.type == "cuda"
     for lane in Lane:
         if cuda and lane is not Lane.CPU:

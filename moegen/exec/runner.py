@@ -18,8 +18,8 @@ import torch
 from moegen.errors import DeadlockError
 from moegen.exec import issue
 from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT
-from moegen.exec.lanes import Clock, Worker, open_streams
-from moegen.graph.task import TaskGraph, TaskId
+from moegen.exec.lanes import Clock, Stream, Worker, open_streams
+from moegen.graph.task import Lane, TaskGraph, TaskId
 
 # A Python thread may keep the interpreter for this long before another gets it: the one that
 # issues work must not wait for the one that reads clocks.
@@ -85,18 +85,19 @@ class Runner(Generic[StepT]):
             on_bound=self._wake,
             meanwhile=self._resolve_some,
         )
-        streams = open_streams(self.device, clock, self._fail, issuer.wake)
+        streams: dict[Lane, Stream] = {}
         thread = Worker("moegen-issue", self._issue, issuer, streams)
-        with _quick_handover(), _short_collections():
+        with undisturbed():
             try:
+                open_streams(self.device, clock, self._fail, issuer.wake, streams)
                 thread.start()
                 self._tell_along(issuer)
             except BaseException as e:  # Ctrl-C while waiting: the lanes must leave first
                 self._fail(e)
             if thread.ident is not None:  # it was started
                 self._leave(thread.wait)
-        for s in streams.values():
-            self._leave(s.close)
+            for s in streams.values():
+                self._leave(s.close)
         try:
             self._end(issuer)
         finally:
@@ -193,23 +194,39 @@ class Runner(Generic[StepT]):
         return True
 
 
-@contextmanager
-def _quick_handover() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+class _Undisturbed:
+    """What runs change in the interpreter while any of them is on: they may overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._switch_interval_s = 0.0
+        self._frozen = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Let threads hand over quickly, and the garbage collector look at little.
+
+        Looking through all that torch and transformers make takes a tenth of a second, in which
+        nothing is issued: what was there before the first run is spared.
+        """
+        with self._lock:
+            self._runs += 1
+            if self._runs == 1:
+                self._switch_interval_s = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._switch_interval_s, SWITCH_INTERVAL_S))
+                self._frozen = gc.get_freeze_count() == 0  # else the caller has his own ways
+                if self._frozen:
+                    gc.freeze()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs -= 1
+                if self._runs == 0:
+                    sys.setswitchinterval(self._switch_interval_s)
+                    if self._frozen:
+                        gc.unfreeze()
 
 
-@contextmanager
-def _short_collections() -> Iterator[None]:
-    """Spare the garbage collector what was there before: looking through all that torch and
-    transformers make takes a tenth of a second, in which nothing is issued."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+undisturbed = _Undisturbed()
