@@ -161,26 +161,28 @@ def short_row(
     more = 8 * decode.threads
     how = f"decode attention of {2 * more} rows of 15 and 16 tokens against {more}, {decode.kind}"
     how += f", {decode.threads} thread(s), a row,"
+    calls = [_short_rows(shape, dtype, decode, n) for n in (more, 2 * more)]
     for _ in range(ROUNDS):
-        few, many = (_short_rows(shape, dtype, decode, n) for n in (more, 2 * more))
+        spans: list[list[float]] = [[], []]
+        for _ in range(_FLOOR_RUNS):
+            for call, taken in zip(calls, spans, strict=True):  # both as busy a machine
+                t = time.perf_counter()
+                call()
+                taken.append(time.perf_counter() - t)
+        few, many = map(undisturbed, spans)
         if many > few:
             return (many - few) / more, how
     return None
 
 
-def _short_rows(shape: DecodeShape, dtype: torch.dtype, decode: CpuDecode, rows: int) -> float:
-    """Seconds of decode attention of so many rows of 15 and 16 tokens."""
+def _short_rows(shape: DecodeShape, dtype: torch.dtype, decode: CpuDecode, rows: int) -> Work:
+    """Decode attention of so many rows of 15 and 16 tokens."""
     length = np.resize([15, 16], rows)
     start = np.cumsum(length) - length
     store = noise((int(length.sum()), shape.kv_width), dtype)
     q, new_kv = noise((rows, shape.n_heads * shape.dk), dtype), store[:rows].clone()
     out = torch.empty(rows, shape.n_heads * shape.dv, dtype=dtype)
-    spans = []
-    for _ in range(_FLOOR_RUNS):
-        t = time.perf_counter()
-        decode.attend(shape, q, new_kv, store, start, length, out)
-        spans.append(time.perf_counter() - t)
-    return undisturbed(spans)
+    return lambda: decode.attend(shape, q, new_kv, store, start, length, out)
 
 
 def _attention(
