@@ -11,7 +11,7 @@ from moegen.graph.build import build
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import memory, ring_slots
 from moegen.graph.model import ModelSpec
-from moegen.graph.sound import sound_plan
+from moegen.graph.sound import sound_plan, with_headroom
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Lane
 from moegen.graph.waves import deal, room
@@ -66,6 +66,38 @@ def test_what_cannot_fit_is_refused():
         sound_plan(model, HardwareSpec.from_name("c1"), WORK)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu_memory_bytes", "work"),
+    [
+        ("deepseek-v2-lite", None, Workload.uniform(100_000, 8, 4)),
+        ("mixtral-8x7b", None, Workload.uniform(300_000, 8, 4)),
+        ("deepseek-v2-lite", 6e9, Workload.uniform(20_000, 16, 16)),
+    ],
+    ids=["100k", "300k", "6 GB"],
+)
+def test_so_many_short_prompts_as_the_gpu_holds_are_taken_where_the_host_holds_more(
+    name, gpu_memory_bytes, work
+):
+    model, hw = ModelSpec.from_pretrained(name), HardwareSpec.from_name("c2")
+    hw = hw.with_(gpu_memory_bytes=gpu_memory_bytes or hw.gpu_memory_bytes)
+    plan = sound_plan(model, hw, work)
+    B, free = plan.decode.B, with_headroom(hw)
+    assert B < work.n and memory(model, free, plan.decode, work).fits
+    assert memory(model, free, plan.prefill, work, phase="prefill", batch=B).fits
+    # Nearly all that the GPU could hold with the least beside them, and yet no such shape.
+    least = Strategy(B=1, b_a=1, b_e=256, kv_slots=1, dense_slots=1, omega=0.5)
+    assert memory(model, free, least.with_(B=B), work).fits
+    more = memory(model, free, least.with_(B=round(1.15 * B)), work)
+    assert more.host.fits and not more.gpu.fits
+    assert plan.decode.b_a == 256 and plan.decode.kv_slots == plan.decode.dense_slots == 2
+    assert plan.decode.b_e >= 1024 and ring_slots(model, plan.decode)["expert_weights"] > 1
+    # Fewer rows someone asked for are kept, and so are more: those do not fit.
+    assert sound_plan(model, hw, work, {"B": 2000}).decode.B == 2000
+    with pytest.raises(Infeasible, match="memory.*Try a smaller B"):
+        sound_plan(model, hw, work, {"B": work.n})
+    assert sound_plan(model, hw, work, {"b_e": 300}).decode.b_e == 300
+
+
 def test_the_smallest_plan_counts_what_is_fixed_and_may_have_single_slots():
     model = ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=2)
     work = Workload.uniform(1, 5, 400)
@@ -80,7 +112,7 @@ def test_the_smallest_plan_counts_what_is_fixed_and_may_have_single_slots():
 def test_a_refusal_says_what_is_left_free():
     model, hw = ModelSpec.from_pretrained("mixtral-8x7b"), HardwareSpec.from_name("c2")
     with pytest.raises(Infeasible, match="gpu memory.*3% of the memory is left free"):
-        sound_plan(model, hw.with_(gpu_memory_bytes=GIB), WORK)
+        sound_plan(model, hw.with_(gpu_memory_bytes=GIB / 2), WORK)
 
 
 def test_a_wave_of_many_prompts_comes_before_weights_that_stay():

@@ -6,8 +6,13 @@ import csv
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moegen.errors import InvalidInput
+from moegen.graph.bisect import greatest
+from moegen.graph.checks import MOST
+from moegen.graph.sizes import most_rows
 from moegen.graph.workload import PRESETS, Workload
 
 
@@ -30,6 +35,55 @@ def test_longest_rows():
     assert [w.longest(k) for k in range(5)] == [0, 9, 15, 21, 24]
     assert w.longest(3, prompt_only=True) == 12
     assert w.longest(6) == 24 + 12  # two more rows of the mean length, 6
+
+
+def group_by_group(rows: int, groups: list[tuple[int, int]], total: float) -> tuple[int, float]:
+    """Rows that are missing in groups of (length, rows), and tokens of those that are not."""
+    for length, n in groups:
+        take = min(rows, n)
+        total += take * length
+        rows -= take
+    return rows, total
+
+
+small, any_size = st.integers(1, 30), st.integers(1, MOST)
+some_groups = st.one_of(
+    st.lists(st.tuples(small, small, small), min_size=1, max_size=20),
+    st.lists(st.tuples(any_size, any_size, any_size), min_size=1, max_size=6),
+)
+
+
+@given(some_groups, st.integers(0, 700) | st.integers(0, 8 * MOST), st.booleans())
+def test_longest_rows_are_those_of_a_walk_through_all_groups(groups, rows, prompt_only):
+    w = Workload(tuple(groups))
+    sizes = sorted(((p + (0 if prompt_only else g), n) for p, g, n in groups), reverse=True)
+    left, tokens = group_by_group(rows, sizes, 0)
+    total = sum(size * n for size, n in sizes)
+    rows_of_all = sum(n for _, n in sizes)
+    assert w.longest(rows, prompt_only=prompt_only) == tokens + -(-left * total // rows_of_all)
+    assert (w.n, w.max_len) == (rows_of_all, max(p + g for p, g, _ in groups))
+
+
+@given(some_groups, st.integers(1, 700) | st.integers(1, 8 * MOST), st.floats(0, 1))
+def test_most_rows_of_a_side_are_those_of_a_walk_through_all_groups(groups, B, share):
+    w = Workload(tuple(groups))
+    shortest = sorted((p + 1, n) for p, _, n in w.groups)
+    mean = sum(length * n for length, n in shortest) / w.n
+
+    def tokens(rows: int, groups: list[tuple[int, int]]) -> float:
+        left, total = group_by_group(rows, groups, 0.0)
+        return total + left * mean
+
+    def can_be(k: int) -> bool:
+        others, rest = tokens(k - 1, shortest), tokens(B - k, shortest[::-1])
+        last = shortest[-1][0] if share > 0.5 else tokens(k, shortest) - others
+        slack = 1e-9 * (others + last + rest)
+        return (1 - share) * others + (0.5 - share) * last <= share * rest + slack
+
+    for rows in {0, 1, B // 2, B}:
+        for sums, in_order in zip(w.first_step, (shortest, shortest[::-1]), strict=True):
+            assert sums.first(rows) == group_by_group(rows, in_order, 0.0)[1]  # to the bit
+    assert most_rows(w, B, share) == greatest(0, B, can_be)
 
 
 @pytest.mark.parametrize(

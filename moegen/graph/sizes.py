@@ -18,7 +18,7 @@ from moegen.graph.residency import ring_slots
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Layout
 from moegen.graph.waves import room
-from moegen.graph.workload import Workload
+from moegen.graph.workload import RunningSums, Workload
 
 # The row table: int64 columns of a step's tokens and of its rows.
 TOKEN_COLUMNS, ROW_COLUMNS = 3, 5
@@ -144,21 +144,18 @@ def most_rows(work: Workload, B: int, share: float) -> int:
     within the share of the total. That is easiest with the shortest rows on this side and the
     longest on the other, and at the first step, where lengths differ most from each other.
     """
-    lengths = sorted((prompt + 1, n) for prompt, _, n in work.groups)
-    mean = sum(length * n for length, n in lengths) / work.n
+    shortest, longest = work.first_step
+    mean = (work.prompt_tokens + work.n) / work.n
+    longest_row = work.max_prompt_len + 1
 
-    def tokens(rows: int, groups: Iterable[tuple[int, int]]) -> float:
-        total = 0.0
-        for length, n in groups:
-            take = min(rows, n)
-            total += take * length
-            rows -= take
-        return total + rows * mean  # beyond the workload, as Workload.longest has it
+    def tokens(rows: int, sums: RunningSums) -> float:
+        # Beyond the workload as Workload.longest has it.
+        return sums.first(rows) + max(0, rows - work.n) * mean
 
     def can_be(k: int) -> bool:
-        others, rest = tokens(k - 1, lengths), tokens(B - k, reversed(lengths))
+        others, rest = tokens(k - 1, shortest), tokens(B - k, longest)
         # A long row at the end may be cut in the side's favour.
-        last = lengths[-1][0] if share > 0.5 else tokens(k, lengths) - others
+        last = longest_row if share > 0.5 else tokens(k, shortest) - others
         slack = 1e-9 * (others + last + rest)
         return (1 - share) * others + (0.5 - share) * last <= share * rest + slack
 

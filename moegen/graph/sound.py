@@ -7,6 +7,7 @@ This is the choice for someone who only wants an answer; it follows the paper's 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ from moegen.graph.workload import Workload
 # itself and the page cache on the host.
 GPU_SHARE, HOST_SHARE = 0.97, 0.95
 EXPERT_TILE = 8192
+# Of the rows that just fit the GPU, where it holds fewer than the host.
+GPU_ROWS_SHARE = 0.9
 # With routed fetch the link waits, in each layer, for what leads to the routing: about so many
 # tasks one after another, each so long for host code alone where no rate says it.
 CHAIN_TASKS, TASK_S = 12, 1e-4
@@ -106,18 +109,45 @@ def _decode(model: ModelSpec, hw: HardwareSpec, work: Workload, fixed: dict[str,
     if "B" in fixed:
         fixed = fixed | {"B": min(fixed["B"], work.n)}
     B = fixed.get("B") or greatest(1, work.n, host_fits)
+    s = _widest(model, hw, work, B, fixed)
+    if s is None and "B" not in fixed:
+        # The GPU holds fewer rows than the host. Some of those that it could hold are left out,
+        # for slots and micro-batches that are not the smallest.
+        B = greatest(1, B, lambda n: _fits(model, hw, work, _shapes(model, hw, work, n, fixed)[-1]))
+        s = _widest(model, hw, work, math.ceil(GPU_ROWS_SHARE * B), fixed)
+    if s is None:
+        memory(model, hw, least.with_(B=B).with_(**fixed), work).require()
+        raise Infeasible(f"no micro-batch of {model.name} fits {hw.name}", line="gpu")
+    s = _spend(model, hw, work, s, fixed)
+    return s if "omega" in fixed else _balance(model, hw, work, s)
+
+
+def _widest(
+    model: ModelSpec, hw: HardwareSpec, work: Workload, B: int, fixed: dict[str, Any]
+) -> Strategy | None:
+    """The first shape of B rows that fits; None if none does."""
+    shapes = _shapes(model, hw, work, B, fixed)
+    return next((s for s in shapes if _fits(model, hw, work, s)), None)
+
+
+def _fits(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) -> bool:
+    return memory(model, hw, s, work).fits
+
+
+def _shapes(
+    model: ModelSpec, hw: HardwareSpec, work: Workload, B: int, fixed: dict[str, Any]
+) -> list[Strategy]:
+    """Strategies of B rows with less and less beside them, the best first, the smallest last."""
     fetch = fixed.get("fetch") or _fetch(model, hw, work, B)
     group = 1 if fetch == "routed" else expert_group(model)
+    shapes = []
     for slots, b_a, tile in itertools.product(
         (2, 1), (256, 64, 16, 4, 1), (EXPERT_TILE, 1024, 256)
     ):
         wide = {"b_a": min(b_a, B), "b_e": tile, "kv_slots": slots, "dense_slots": slots}
-        s = Strategy(B=B, omega=0.5, fetch=fetch, expert_group=group, **wide).with_(**fixed)
-        if memory(model, hw, s, work).fits:
-            s = _spend(model, hw, work, s, fixed)
-            return s if "omega" in fixed else _balance(model, hw, work, s)
-    memory(model, hw, least.with_(B=B).with_(**fixed), work).require()
-    raise Infeasible(f"no micro-batch of {model.name} fits {hw.name}", line="gpu")
+        s = Strategy(B=B, omega=0.5, fetch=fetch, expert_group=group, **wide)
+        shapes.append(s.with_(**fixed))
+    return shapes
 
 
 def _spend(

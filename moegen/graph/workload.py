@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,41 @@ from moegen.graph.checks import MOST, whole
 from moegen.graph.requests import read_requests
 
 PRESETS = Path(__file__).parent.parent / "data" / "workloads.yaml"
+
+
+class RunningSums:
+    """Tokens of the first rows of groups in some order, found by halving.
+
+    Python's numbers, not an array's: products of lengths and counts may pass 64 bits.
+
+    Parameters
+    ----------
+    groups : iterable of (length, rows)
+        In the order in which rows are taken.
+    start : int or float
+        Zero of the kind that sums are to be. Floats are added in the order of the groups.
+
+    Attributes
+    ----------
+    rows : int
+        Of all groups.
+    tokens : int or float
+        Of all groups.
+    """
+
+    def __init__(self, groups: Iterable[tuple[int, int]], start: float = 0) -> None:
+        self._groups = list(groups)
+        self._rows = list(accumulate((n for _, n in self._groups), initial=0))
+        sizes = (length * n for length, n in self._groups)
+        self._tokens: list[Any] = list(accumulate(sizes, initial=start))
+        self.rows, self.tokens = self._rows[-1], self._tokens[-1]
+
+    def first(self, rows: int) -> Any:
+        """Tokens of the first ``rows`` rows; of all if there are fewer."""
+        if rows >= self.rows:
+            return self.tokens
+        i = bisect_right(self._rows, rows) - 1
+        return self._tokens[i] + (rows - self._rows[i]) * self._groups[i][0]
 
 
 @dataclass(frozen=True)
@@ -113,27 +151,27 @@ class Workload:
             pairs[prompt, request.max_tokens or gen_len] += 1
         return cls(tuple((p, g, n) for (p, g), n in pairs.items()), name=Path(path).name)
 
-    @property
+    @cached_property
     def n(self) -> int:
         """Rows."""
         return sum(n for _, _, n in self.groups)
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(p * n for p, _, n in self.groups)
 
-    @property
+    @cached_property
     def gen_tokens(self) -> int:
         """Tokens to generate, all rows."""
         return sum(g * n for _, g, n in self.groups)
 
-    @property
+    @cached_property
     def max_len(self) -> int:
         """Prompt and generation of the longest row."""
         return max(p + g for p, g, _ in self.groups)
 
-    @property
+    @cached_property
     def max_prompt_len(self) -> int:
         """The longest prompt."""
         return max(p for p, _, _ in self.groups)
@@ -155,16 +193,26 @@ class Workload:
         This is what a batch of so many rows needs at worst. With ``prompt_only``
         the generation is left out.
         """
-        sizes = sorted(
-            ((p + (0 if prompt_only else g), n) for p, g, n in self.groups), reverse=True
-        )
-        left, tokens = rows, 0
-        for size, n in sizes:
-            take = min(left, n)
-            tokens += take * size
-            left -= take
-        total = sum(size * n for size, n in sizes)
-        return tokens + -(-left * total // self.n)
+        sums = self._longest_prompts if prompt_only else self._longest_rows
+        left = max(0, rows - self.n)
+        return sums.first(rows) + -(-left * sums.tokens // self.n)
+
+    @cached_property
+    def _longest_rows(self) -> RunningSums:
+        return RunningSums(sorted(((p + g, n) for p, g, n in self.groups), reverse=True))
+
+    @cached_property
+    def _longest_prompts(self) -> RunningSums:
+        return RunningSums((p, n) for p, _, n in reversed(self.groups))
+
+    @cached_property
+    def first_step(self) -> tuple[RunningSums, RunningSums]:
+        """Floating-point sums of what rows attend to at decode's first step.
+
+        The shortest rows first, and the longest first.
+        """
+        lengths = sorted((p + 1, n) for p, _, n in self.groups)
+        return RunningSums(lengths, 0.0), RunningSums(reversed(lengths), 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
