@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -429,23 +431,66 @@ def _answer(id):
 
 
 def test_two_runs_do_not_write_one_output(job, requests):
-    late = _output(job)  # before the first has begun
     first = _output(job)
-    first.start()
-    first.add(_answer(1))
     taken = "another process is writing .*partial: wait for it, or choose another --output"
     with pytest.raises(InvalidInput, match=taken):
-        late.start()
+        _output(job)  # before the first has begun
+    first.start()
+    first.add(_answer(1))
     with pytest.raises(InvalidInput, match=taken):
         _output(job)
-    late.abandon()
     first.add(_answer(2))
     first.finish()
     assert _rows(job.output) == [_answer(1), _answer(2)]
     with pytest.raises(InvalidInput, match="exists already"):
-        late.start()
-    late.abandon()
+        _output(job)
+    first.abandon()
     assert _rows(job.output) == [_answer(1), _answer(2)]
+
+
+HOLDS = """
+import sys
+from moegen.graph.requests import read_requests
+from moegen.jobs import Output
+
+with Output(sys.argv[2], read_requests(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()  # as long as a model takes to load
+"""
+
+
+def test_the_later_of_two_processes_is_refused_before_it_prepares_anything(job, engine, requests):
+    argv = [sys.executable, "-c", HOLDS, str(job.output.with_name("in.jsonl")), str(job.output)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        done = job([_line(1), _line(2)])
+        assert done.code == 2 and f"another process is writing {job.partial}" in done.err
+        assert engine.calls == [] and job.partial.exists()
+        first.stdin.close()
+        assert first.wait(30) == 0
+    assert not job.partial.exists() and not job.output.exists()
+    assert job([_line(1), _line(2)]).code == 0
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_an_output_that_is_abandoned_before_it_starts_is_as_it_was(job, requests, answered):
+    with _output(job) as output:
+        if answered:
+            output.start()
+            output.add(_answer(1))
+    before = job.partial.read_text() if answered else None
+    with _output(job) as output:
+        assert output.partial.exists()
+    assert (job.partial.read_text() if answered else None) == before
+    assert [f.name for f in job.partial.parent.glob("out*")] == ["out.jsonl.partial"] * answered
+
+
+def test_an_output_that_comes_while_the_model_loads_is_not_replaced(job, requests):
+    with _output(job) as output, pytest.raises(InvalidInput, match="exists already"):
+        job.output.write_text("precious")
+        output.start()
+    assert job.output.read_text() == "precious" and not job.partial.exists()
 
 
 @pytest.mark.parametrize("links", [True, False])
