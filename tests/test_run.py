@@ -18,7 +18,7 @@ import moegen as mg
 from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import read_requests
-from moegen.jobs import Output
+from moegen.jobs import Output, Report
 
 
 @pytest.fixture
@@ -605,8 +605,39 @@ def test_notes_are_warnings_when_they_arise_and_once_at_the_end(job, engine, mon
     for note in before + after:
         (first,) = (i for i, x in enumerate(lines) if x == f"moegen: warning: {note}")
         (last,) = (i for i, x in enumerate(lines) if x == f"  Note     {note}")
-        assert first < _index(lines, "1 of 1 rows answered") < last
+        assert first < _index(lines, "1 of 1 row answered") < last
     assert _index(lines, "moegen: warning: pinning") < _index(lines, "loading")
+
+
+@pytest.mark.parametrize(
+    ("load", "slower", "said"),
+    [
+        (8.8, 2.1, "other programs kept the cores busy (load average 8.8 on 2 cores)"),
+        (8.8, 1.9, None),
+        (2.0, 2.1, None),
+        (None, 2.1, None),  # a system that has no load average
+        (OSError(), 2.1, None),
+    ],
+)
+def test_a_slow_run_says_if_the_machine_was_busy(job, monkeypatch, load, slower, said):
+    def average():
+        if isinstance(load, OSError):
+            raise load
+        return load, 1.0, 1.0
+
+    if load is None:
+        monkeypatch.delattr(os, "getloadavg")
+    else:
+        monkeypatch.setattr(os, "getloadavg", average)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    measured_s = 1.0 + 2.0  # of the fake engine's step
+    times = SimpleNamespace(time_s=measured_s / slower, prefill_s=0.5, decode_s=0.5, decode_steps=1)
+    monkeypatch.setattr(Report, "_estimate", lambda *_: times)
+    done = job([_line(1)], "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["busy"] == said
+    assert ("load average" in done.err) == (said is not None)
+    assert said is None or f"           {said}\n" in done.err
 
 
 @pytest.fixture
@@ -627,7 +658,7 @@ def test_a_timeline_that_cannot_be_saved_hides_no_result(job, timed, monkeypatch
     saved = tmp_path / "t.json"
     done = job((_line(1) + "\n").encode(), "--json", "--timeline", str(saved))
     assert done.code == 1 and json.loads(done.out)["served"] == 1
-    assert "1 of 1 rows answered" in done.err and f"Answers  {job.output}" in done.err
+    assert "1 of 1 row answered" in done.err and f"Answers  {job.output}" in done.err
     last = done.err.splitlines()[-1]
     assert last == f"moegen: cannot write the timeline to {saved}: No space left on device"
     assert [row["id"] for row in _rows(job.output)] == [1] and not saved.exists()
