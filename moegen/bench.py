@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,7 @@ def bench(
     steps: int = 6,
     *,
     mixed: tuple[int, int] | None = None,
+    on_phase: Callable[[str, TaskGraph, float], None] | None = None,
 ) -> dict[str, Phase]:
     """Execute a prefill wave and a decode step of ``plan`` on rows of one length.
 
@@ -146,6 +148,9 @@ def bench(
     mixed : (int, int), optional
         Shortest and longest of prompts of many lengths, of whose waves the first is measured
         too: see `mixed_wave`.
+    on_phase : callable, optional
+        Called before each phase is executed, with its name, its graph and the seconds that are
+        predicted of one step.
 
     Returns
     -------
@@ -162,7 +167,13 @@ def bench(
     if mixed is not None:
         graphs["mixed prefill"] = mixed_wave(model, hw, plan, prompt_len, mixed)
     graphs["decode"] = build(model, plan.decode, "decode", kv_len=prompt_len + gen_len // 2)
-    return {name: _measure(engine, graph, hw, steps) for name, graph in graphs.items()}
+    cost, phases = CostModel.roofline(hw), {}
+    for name, graph in graphs.items():
+        predicted = simulate(graph, cost, steps=min(steps, 4))
+        if on_phase is not None:
+            on_phase(name, graph, predicted.period_s)
+        phases[name] = _measure(engine, graph, cost, steps, predicted)
+    return phases
 
 
 def mixed_wave(
@@ -178,11 +189,7 @@ def mixed_wave(
     mixed : (int, int)
         Shortest and longest; see `mixed_prompts`.
     """
-    if mixed[1] > model.max_context:
-        raise InvalidInput(
-            f"prompts of up to {mixed[1]} tokens are longer than {model.name}'s context of "
-            f"{model.max_context}: take a smaller longest prompt"
-        )
+    require_mixed(model, mixed)
     waves = min(MIXED_WAVES, -(-plan.decode.B // plan.prefill.B))
     prompts = mixed_prompts(*mixed, tokens=waves * plan.prefill.B * prompt_len)
     work = Workload.from_lengths(prompts, [1] * len(prompts), name="mixed")
@@ -194,6 +201,26 @@ def mixed_wave(
     dealt = deal(prompts, room(s, work, work.n))
     wave = dealt.lengths(prompts)[0].tolist()
     return build(model, s.with_(b_a=dealt.part_rows), "prefill", lengths=wave)
+
+
+def require_mixed(model: ModelSpec, mixed: tuple[int, int]) -> None:
+    """Refuse prompts that are longer than a model's context, before anything is loaded.
+
+    Parameters
+    ----------
+    mixed : (int, int)
+        Shortest and longest.
+
+    Raises
+    ------
+    InvalidInput
+        Naming the context.
+    """
+    if mixed[1] > model.max_context:
+        raise InvalidInput(
+            f"prompts of up to {mixed[1]} tokens are longer than {model.name}'s context of "
+            f"{model.max_context}: take a smaller longest prompt"
+        )
 
 
 def mixed_prompts(shortest: int, longest: int, tokens: int, seed: int = 0) -> list[int]:
@@ -218,17 +245,18 @@ def mixed_prompts(shortest: int, longest: int, tokens: int, seed: int = 0) -> li
     return prompts
 
 
-def _measure(engine: Engine, graph: TaskGraph, hw: HardwareSpec, steps: int) -> Phase:
+def _measure(
+    engine: Engine, graph: TaskGraph, cost: CostModel, steps: int, predicted: Timeline
+) -> Phase:
     assert graph.shape is not None
-    cost = CostModel.roofline(hw)
     measured = engine.execute(graph, steps=steps)
     return Phase(
         graph,
         graph.shape.tokens,
         measured,
-        predicted=simulate(graph, cost, steps=min(steps, 4)),
+        predicted,
         bound=bound(graph, cost),
-        reached=_reached(measured, hw),
+        reached=_reached(measured, engine.hardware),
     )
 
 

@@ -381,6 +381,8 @@ def test_a_second_output_that_cannot_be_written(place, unloaded, flag):
     [
         ("--omega", "1.5", "1"),
         ("--omega", "-0.1", "0"),
+        ("--omega", "nan", "'nan' is no number"),
+        ("--omega", "half", "'half' is no number"),
         ("--B", "0", "1"),
         ("--b-a", "0", "1"),
         ("--B", "many", "integer"),

@@ -11,9 +11,10 @@ from small_models import MIXTRAL
 import moegen as mg
 from moegen.bench import Phase, _reached, mixed_prompts, mixed_wave, plan_for_layers
 from moegen.cli import main
+from moegen.cli.words import benched
 from moegen.graph.sound import sound_plan
 from moegen.graph.task import Lane, TaskGraph, Work
-from moegen.sim.bounds import Bound
+from moegen.sim.bounds import Bound, bound
 
 SMALL = "--prompt-len 12 --gen-len 8 --n 6 --steps 3 --gpu-memory 1800KiB"
 
@@ -57,6 +58,12 @@ def test_both_phases_are_measured_and_held_to_the_bound(folder, tmp_path, capsys
 
     code, out, err = _main(capsys, line)
     assert code == 0 and "% of it reached" in out and "4 of 4 layers, random weights" in err
+    lines = [line for line in err.splitlines() if line.startswith("Measuring ")]
+    rows = found["plan"]["prefill"]["B"]
+    wave = f"Measuring prefill: 3 steps of {12 * rows} prompt tokens, {rows} prompts of 12, about "
+    assert lines[0].startswith(wave) and lines[0].endswith(" predicted ...")
+    assert lines[1].startswith("Measuring decode: 3 steps of 6 rows, about ")
+    assert len(lines) == 2
 
 
 @pytest.mark.cpu
@@ -72,6 +79,33 @@ def test_prompts_of_mixed_lengths_are_measured_beside_those_of_one(folder, capsy
     code, out, err = _main(capsys, line)
     assert code == 0 and "Mixed prefill: " in out and "% against prompts of one length" in out
     assert "72 prompt tokens, 6 prompts of 12\n" in out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "said"),
+    [
+        ((5,), 5, "5 prompt tokens, 1 prompt of 5"),
+        ((1,), None, "1 prompt token, 1 prompt of 1"),
+        ((2, 9), 11, "11 prompt tokens, 2 prompts of 2 to 9"),
+        (
+            (2, 9),
+            1200,
+            "11 prompt tokens, 2 prompts of 2 to 9: a wave of 11 tokens has no room for one of "
+            "1,200",
+        ),
+    ],
+)
+def test_a_mixed_wave_says_why_its_prompts_are_short(lengths, longest, said):
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=1)
+    hw = mg.HardwareSpec.from_name("c2")
+    s = mg.Strategy(B=len(lengths), b_a=1, b_e=4)
+    graph = mg.build(model, s, "prefill", lengths=lengths)
+    cost = mg.CostModel.roofline(hw)
+    ran = mg.simulate(graph, cost)
+    phase = Phase(graph, sum(lengths), ran, ran, bound(graph, cost), ())
+    out = "\n".join(benched({"prefill": phase, "mixed prefill": phase}, longest))
+    assert f" for {said}\n" in out.partition("Mixed prefill")[2]
+    assert "no room" not in out.partition("Mixed prefill")[0]
 
 
 def test_a_mixed_wave_is_like_the_others_of_its_job_and_as_large_as_one_of_one_length():
@@ -194,6 +228,9 @@ def test_few_layers_keep_resident_only_the_share_that_the_whole_model_could(fold
         ("mixtral-8x7b --load-format dummy --gpu-memory much", "--gpu-memory: 'much'"),
         ("mixtral-8x7b --mixed 5", "--mixed takes MIN:MAX, such as 16:8192, got '5'"),
         ("mixtral-8x7b --mixed 9:5", "--mixed 9:5: MIN is at least 1 and at most MAX"),
+        ("mixtral-8x7b --mixed 0:5", "--mixed 0:5: MIN is at least 1 and at most MAX"),
+        ("mixtral-8x7b --mixed 9:9999999999999", ": MAX is at most 1099511627776"),
+        ("mixtral-8x7b --omega nan", "'nan' is no number"),
         ("mixtral-8x7b --timeline /no/such/t.json", "--timeline: /no/such is no folder"),
     ],
 )
@@ -208,7 +245,12 @@ def test_wrong_flags_are_refused_before_any_work(capsys, monkeypatch, flags, rea
     [
         ("mixtral-8x7b --host-memory 2GiB", 3, "does not fit host memory"),
         ("gpt-oss-20b", 2, "can be planned but not run"),
-        ("mixtral-8x7b --layers 33", 2, "1..32"),
+        ("mixtral-8x7b --layers 33", 2, "--layers: n_layers must be in 1..32, got 33"),
+        (
+            "mixtral-8x7b --layers 1 --mixed 16:32769",
+            2,
+            "--mixed: prompts of up to 32769 tokens are longer than mixtral-8x7b's context",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_weights_are_made(

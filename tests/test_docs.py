@@ -239,6 +239,7 @@ def test_a_run_says_what_is_shown(tmp_path, monkeypatch, capsys):
     from tests.tiny import give_tokenizer, tiny_mixtral
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))  # a busy machine is a line more
     give_tokenizer(tiny_mixtral(tmp_path / "model", num_hidden_layers=1)[0])
     rows = [{"id": 1, "prompt": "The capital"}, {"id": 2, "prompt": ""}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))

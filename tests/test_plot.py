@@ -161,7 +161,7 @@ def test_predicted_and_measured_choose_a_step_and_layers_from_the_middle(timelin
     graph, cost = timeline.graph, mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
     three = mg.simulate(graph, cost, steps=3)
     above, _ = mg.plot.predicted_and_measured(three, as_measured(three, 1.1, at=0))
-    assert above.get_title(loc="left").endswith("step 1; layer 15, 16")
+    assert above.get_title(loc="left").endswith("step 1; layers 15, 16")
 
 
 def test_predicted_and_measured_draw_on_a_given_figure(timeline):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import moegen as mg
 from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import read_requests
-from moegen.jobs import Output
+from moegen.jobs import Output, Report
 
 
 @pytest.fixture
@@ -429,23 +431,66 @@ def _answer(id):
 
 
 def test_two_runs_do_not_write_one_output(job, requests):
-    late = _output(job)  # before the first has begun
     first = _output(job)
-    first.start()
-    first.add(_answer(1))
     taken = "another process is writing .*partial: wait for it, or choose another --output"
     with pytest.raises(InvalidInput, match=taken):
-        late.start()
+        _output(job)  # before the first has begun
+    first.start()
+    first.add(_answer(1))
     with pytest.raises(InvalidInput, match=taken):
         _output(job)
-    late.abandon()
     first.add(_answer(2))
     first.finish()
     assert _rows(job.output) == [_answer(1), _answer(2)]
     with pytest.raises(InvalidInput, match="exists already"):
-        late.start()
-    late.abandon()
+        _output(job)
+    first.abandon()
     assert _rows(job.output) == [_answer(1), _answer(2)]
+
+
+HOLDS = """
+import sys
+from moegen.graph.requests import read_requests
+from moegen.jobs import Output
+
+with Output(sys.argv[2], read_requests(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()  # as long as a model takes to load
+"""
+
+
+def test_the_later_of_two_processes_is_refused_before_it_prepares_anything(job, engine, requests):
+    argv = [sys.executable, "-c", HOLDS, str(job.output.with_name("in.jsonl")), str(job.output)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        done = job([_line(1), _line(2)])
+        assert done.code == 2 and f"another process is writing {job.partial}" in done.err
+        assert engine.calls == [] and job.partial.exists()
+        first.stdin.close()
+        assert first.wait(30) == 0
+    assert not job.partial.exists() and not job.output.exists()
+    assert job([_line(1), _line(2)]).code == 0
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_an_output_that_is_abandoned_before_it_starts_is_as_it_was(job, requests, answered):
+    with _output(job) as output:
+        if answered:
+            output.start()
+            output.add(_answer(1))
+    before = job.partial.read_text() if answered else None
+    with _output(job) as output:
+        assert output.partial.exists()
+    assert (job.partial.read_text() if answered else None) == before
+    assert [f.name for f in job.partial.parent.glob("out*")] == ["out.jsonl.partial"] * answered
+
+
+def test_an_output_that_comes_while_the_model_loads_is_not_replaced(job, requests):
+    with _output(job) as output, pytest.raises(InvalidInput, match="exists already"):
+        job.output.write_text("precious")
+        output.start()
+    assert job.output.read_text() == "precious" and not job.partial.exists()
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -560,8 +605,39 @@ def test_notes_are_warnings_when_they_arise_and_once_at_the_end(job, engine, mon
     for note in before + after:
         (first,) = (i for i, x in enumerate(lines) if x == f"moegen: warning: {note}")
         (last,) = (i for i, x in enumerate(lines) if x == f"  Note     {note}")
-        assert first < _index(lines, "1 of 1 rows answered") < last
+        assert first < _index(lines, "1 of 1 row answered") < last
     assert _index(lines, "moegen: warning: pinning") < _index(lines, "loading")
+
+
+@pytest.mark.parametrize(
+    ("load", "slower", "said"),
+    [
+        (8.8, 2.1, "other programs kept the cores busy (load average 8.8 on 2 cores)"),
+        (8.8, 1.9, None),
+        (2.0, 2.1, None),
+        (None, 2.1, None),  # a system that has no load average
+        (OSError(), 2.1, None),
+    ],
+)
+def test_a_slow_run_says_if_the_machine_was_busy(job, monkeypatch, load, slower, said):
+    def average():
+        if isinstance(load, OSError):
+            raise load
+        return load, 1.0, 1.0
+
+    if load is None:
+        monkeypatch.delattr(os, "getloadavg")
+    else:
+        monkeypatch.setattr(os, "getloadavg", average)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    measured_s = 1.0 + 2.0  # of the fake engine's step
+    times = SimpleNamespace(time_s=measured_s / slower, prefill_s=0.5, decode_s=0.5, decode_steps=1)
+    monkeypatch.setattr(Report, "_estimate", lambda *_: times)
+    done = job([_line(1)], "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["busy"] == said
+    assert ("load average" in done.err) == (said is not None)
+    assert said is None or f"           {said}\n" in done.err
 
 
 @pytest.fixture
@@ -582,7 +658,7 @@ def test_a_timeline_that_cannot_be_saved_hides_no_result(job, timed, monkeypatch
     saved = tmp_path / "t.json"
     done = job((_line(1) + "\n").encode(), "--json", "--timeline", str(saved))
     assert done.code == 1 and json.loads(done.out)["served"] == 1
-    assert "1 of 1 rows answered" in done.err and f"Answers  {job.output}" in done.err
+    assert "1 of 1 row answered" in done.err and f"Answers  {job.output}" in done.err
     last = done.err.splitlines()[-1]
     assert last == f"moegen: cannot write the timeline to {saved}: No space left on device"
     assert [row["id"] for row in _rows(job.output)] == [1] and not saved.exists()

@@ -20,6 +20,7 @@ from moegen.cli.flags import (
     HostMemory,
     Json,
     Model,
+    naming,
     require_writable,
     size,
 )
@@ -84,7 +85,8 @@ def bench(
             "--mixed",
             metavar="MIN:MAX",
             help="Measure a prefill wave of prompts of MIN to MAX tokens too (their logarithms "
-            "spread evenly), with about as many tokens, such as 16:8192.",
+            "spread evenly; up to MAX where a wave has room), with about as many tokens, such as "
+            "16:8192.",
         ),
     ] = None,
     device: Device = None,
@@ -113,7 +115,7 @@ def bench(
         moegen bench path/to/checkpoint --mixed 16:8192
     """
     from moegen.bench import bench as measure  # loads pandas: not for every command
-    from moegen.bench import plan_for_layers
+    from moegen.bench import plan_for_layers, require_mixed
 
     require_writable("--timeline", timeline)
     lengths = None if mixed is None else _lengths(mixed)
@@ -137,6 +139,9 @@ def bench(
     given = flags.given() or "auto"
     with jobs.enough_memory():
         whole, prepared, load = _prepare(model, layers, load_format, given, options)
+        if lengths is not None:
+            with naming("--mixed"):
+                require_mixed(whole, lengths)
         prepared.require_weights()
         with patience(CHOOSING):
             plan = plan_for_layers(prepared, whole, work)
@@ -155,7 +160,13 @@ def bench(
             warn(notes)
             notes = clipped + notes
             say(f"CPU:     attention by {engine.cpu_attention}")
-            phases = measure(engine, plan, prompt_len, gen_len, steps, mixed=lengths)
+
+            def on_phase(name: str, graph: mg.TaskGraph, step_s: float) -> None:
+                say(words.measuring(name, graph, steps, step_s))
+
+            phases = measure(
+                engine, plan, prompt_len, gen_len, steps, mixed=lengths, on_phase=on_phase
+            )
     if as_json:
         print_json(
             {
@@ -173,7 +184,7 @@ def bench(
             }
         )
     else:
-        print("\n".join(words.benched(phases)))
+        print("\n".join(words.benched(phases, None if lengths is None else lengths[1])))
     if timeline is not None:
         phases["decode"].measured.save(timeline)
         say(f"Timeline of {len(phases['decode'].measured.steps)} decode steps: {timeline}")
@@ -183,8 +194,10 @@ def _lengths(text: str) -> tuple[int, int]:
     shortest, _, longest = text.partition(":")
     if not (shortest.isdecimal() and longest.isdecimal()):
         raise InvalidInput(f"--mixed takes MIN:MAX, such as 16:8192, got {text!r}")
-    if not 1 <= int(shortest) <= int(longest) <= MOST:
+    if not 1 <= int(shortest) <= int(longest):
         raise InvalidInput(f"--mixed {text}: MIN is at least 1 and at most MAX")
+    if int(longest) > MOST:
+        raise InvalidInput(f"--mixed {text}: MAX is at most {MOST}")
     return int(shortest), int(longest)
 
 
@@ -209,7 +222,8 @@ def _prepare(
 
     whole = mg.ModelSpec.from_pretrained(name)
     whole = whole.with_(dtype=options["dtype"] or whole.dtype)
-    part = whole if layers is None else whole.with_(n_layers=layers)
+    with naming("--layers"):
+        part = whole if layers is None else whole.with_(n_layers=layers)
     options["dtype"] = whole.dtype
     prepared = Prepared.of_model(part, given, **options)
     return whole, prepared, prepared.fill

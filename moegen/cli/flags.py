@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -72,14 +74,21 @@ HostMemory = Annotated[
 ]
 
 
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Let a refusal of what a flag says begin with its name."""
+    try:
+        yield
+    except InvalidInput as error:
+        raise InvalidInput(f"{flag}: {error}") from error
+
+
 def size(flag: str, text: str | None) -> int | None:
     """Bytes of a flag such as ``8GiB``; errors name the flag."""
     if text is None:
         return None
-    try:
+    with naming(flag):
         return parse_bytes(text)
-    except InvalidInput as error:
-        raise InvalidInput(f"{flag}: {error}") from error
 
 
 def machine(name: str) -> mg.HardwareSpec:
@@ -101,7 +110,5 @@ def machine(name: str) -> mg.HardwareSpec:
 def require_writable(flag: str, path: Path | None) -> None:
     """Refuse the path of a flag that no file can be written to."""
     if path is not None:
-        try:
+        with naming(flag):
             jobs.require_writable(path)
-        except InvalidInput as error:
-            raise InvalidInput(f"{flag}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -61,6 +62,18 @@ def _known_schedule(name: str) -> str:
     if name not in SCHEDULES:
         raise InvalidInput(f"--schedule: {name!r} is not there yet; known: {', '.join(SCHEDULES)}")
     return name
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if math.isnan(share):
+        raise typer.BadParameter(f"{text!r} is no number: give a share from 0 to 1")
+    if not 0 <= share <= 1:
+        raise typer.BadParameter(f"{text} is not in the range 0<=x<=1")
+    return share
 
 
 def with_flags(advice: str) -> str:
@@ -130,10 +143,10 @@ class StrategyFlags:
         float | None,
         _strategy(
             "--omega",
-            "Share of the decode attention that the CPU does. That KV need not be copied to the "
-            "GPU, but takes time on the CPU: best where the CPU and the link take equally long.",
-            min=0,
-            max=1,
+            "Share of the decode attention that the CPU does, 0 to 1. That KV need not be copied "
+            "to the GPU, but takes time on the CPU: best where the CPU and the link take equally "
+            "long.",
+            parser=_share,
             metavar="SHARE",
         ),
     ] = None

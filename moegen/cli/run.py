@@ -39,7 +39,11 @@ def run(
     ],
     output: Annotated[
         Path,
-        typer.Option("--output", metavar="FILE", help="Answers, likewise; must not exist yet."),
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Answers, likewise; must not exist yet, nor be another process's at work.",
+        ),
     ],
     flags: StrategyFlags,
     max_tokens: Annotated[
@@ -78,8 +82,8 @@ def run(
 
     Examples::
 
-        moegen run --model mixtral --input prompts.jsonl --output answers.jsonl
-        moegen run --model mixtral --input prompts.jsonl --output answers.jsonl \\
+        moegen run --model path/to/checkpoint --input prompts.jsonl --output answers.jsonl
+        moegen run --model path/to/checkpoint --input prompts.jsonl --output answers.jsonl \\
             --gpu-memory 20GiB --omega 0.5 --timeline timeline.json
     """
     requests = read_requests(input)
@@ -97,8 +101,8 @@ def run(
     out = jobs.Output(
         output, requests, model=str(model.resolve()), dtype=dtype, max_tokens=max_tokens
     )
-    warn(clipped)
-    with interruptible(lambda: out.kept):
+    with interruptible(lambda: out.kept), out:
+        warn(clipped)
         with jobs.enough_memory():
             prepared = jobs.engine_class().prepare(
                 model,

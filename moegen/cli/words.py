@@ -24,6 +24,11 @@ def part(name: str) -> str:
     return PARTS[name].phrase
 
 
+def counted(n: int, thing: str) -> str:
+    """So many of a thing: "1 row", "1,200 rows"."""
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
+
+
 def strategy_in_fields(s: mg.Strategy) -> str:
     """A strategy by its fields, in the order of the flags."""
     sizes = ("s_expert", "s_params")
@@ -87,8 +92,10 @@ def closing(report: Report, output: Path) -> Iterator[str]:
     assert summary is not None
     errors = f", {summary.errors} could not be served" if summary.errors else ""
     yield (
-        f"{summary.served} of {summary.rows} rows answered{errors}: {summary.prompt_tokens} prompt "
-        f"and {summary.completion_tokens} completion tokens in {format_seconds(summary.time_s)}, "
+        f"{summary.served} of {counted(summary.rows, 'row')} answered{errors}: "
+        f"{summary.prompt_tokens} prompt and "
+        f"{counted(summary.completion_tokens, 'completion token')} in "
+        f"{format_seconds(summary.time_s)}, "
         f"{summary.tokens_per_s:.1f} tokens/s"
     )
     if report.resolved is not None:
@@ -110,6 +117,8 @@ def _against_the_plan(report: Report) -> Iterator[str]:
     yield f"  Time     {_held(report.measured_s, predicted.time_s, 'predicted for these answers')}"
     yield f"           prefill {_held(summary.prefill_s, predicted.prefill_s)}"
     yield f"           decode {_held(summary.decode_s, predicted.decode_s)}"
+    if report.busy is not None:
+        yield f"           {report.busy}"
     yield f"  Rates    {origin_of_rates(report.prepared.hardware)}"
     if resolved.plan.decode.omega > 0 or not report.on_gpu:
         yield f"  CPU      attention by {report.cpu_attention}"
@@ -163,7 +172,7 @@ def anatomy(spec: mg.ModelSpec) -> Iterator[str]:
 def forecast_in_words(f: Forecast) -> Iterator[str]:
     """A plan in words, and what is predicted of it."""
     d, p = f.plan.decode, f.plan.prefill
-    yield f"{f.model.name} on {f.hw.name}: {f.work.name}, {f.work.n:,} rows"
+    yield f"{f.model.name} on {f.hw.name}: {f.work.name}, {counted(f.work.n, 'row')}"
     yield from _item("Decode", _decode(f.model, d))
     yield from _item("Prefill", _prefill(f.model, p))
     yield from _item("Memory", _both_memories(f))
@@ -199,9 +208,10 @@ def _decode(model: mg.ModelSpec, s: mg.Strategy) -> str:
     cpu = {0.0: "The GPU does all attention", 1.0: "The CPU does all attention"}.get(
         s.omega, f"The CPU does {s.omega:.0%} of the attention (omega), the GPU the rest"
     )
-    at_a_time = "" if s.omega == 1 else f", {s.b_a:,} rows at a time (b_a)"
+    at_a_time = "" if s.omega == 1 else f", {counted(s.b_a, 'row')} at a time (b_a)"
     return (
-        f"{s.B:,} rows in flight (B). {cpu}{at_a_time}. {_weights(model, s)} Of the experts, "
+        f"{counted(s.B, 'row')} in flight (B). {cpu}{at_a_time}. {_weights(model, s)} "
+        "Of the experts, "
         + (
             "all are copied in each step."
             if s.fetch == "all"
@@ -240,16 +250,26 @@ def _both_memories(f: Forecast) -> str:
     )
 
 
-def benched(phases: dict[str, Phase]) -> Iterator[str]:
-    """What was measured of a step of each phase."""
+def measuring(name: str, graph: mg.TaskGraph, steps: int, step_s: float) -> str:
+    """What `moegen bench` does next, and how long that may take."""
+    assert graph.shape is not None
+    return (
+        f"Measuring {name}: {counted(steps, 'step')} of {_brought(graph)}, about "
+        f"{format_seconds(steps * step_s)} predicted ..."
+    )
+
+
+def benched(phases: dict[str, Phase], longest: int | None = None) -> Iterator[str]:
+    """What was measured of a step of each phase; ``longest`` was asked of the mixed prompts."""
     for name, phase in phases.items():
-        brings = "rows" if name == "decode" else f"prompt tokens, {_prompts(phase)}"
+        mixed = name == "mixed prefill"
+        brings = _brought(phase.graph, longest if mixed else None)
         measured = phase.measured.period_s
         uniform = phases["prefill"].tokens_per_s
         against = f", {phase.tokens_per_s / uniform - 1:+.1%} against prompts of one length"
         head = f"{name.capitalize()}: {phase.tokens_per_s:,.1f} tokens/s"
-        yield head + (against if name == "mixed prefill" else "")
-        yield f"  a step     {format_seconds(measured)} for {phase.tokens:,} {brings}"
+        yield head + (against if mixed else "")
+        yield f"  a step     {format_seconds(measured)} for {brings}"
         yield (
             f"  bound      {format_seconds(phase.bound.seconds)} for {part(phase.bound.binds)}: "
             f"{phase.share_of_bound:.1%} of it reached"
@@ -266,12 +286,20 @@ def benched(phases: dict[str, Phase]) -> Iterator[str]:
             yield f"  {r.name:17} {each:>13} {over:>14} {r.busy_share:>5.0%} {busy:>14} {rate:>14}"
 
 
-def _prompts(phase: Phase) -> str:
-    shape = phase.graph.shape
+def _brought(graph: mg.TaskGraph, longest: int | None = None) -> str:
+    """What a step brings; why no prompt is of the ``longest`` length, where it has no room."""
+    shape = graph.shape
     assert shape is not None
+    if graph.phase == "decode":
+        return counted(shape.tokens, "row")
     least, most = min(shape.new), max(shape.new)
     lengths = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{shape.rows:,} prompts of {lengths}"
+    prompts = f"{counted(shape.rows, 'prompt')} of {lengths}"
+    room = ""
+    if longest is not None and shape.tokens < longest:
+        tokens = counted(shape.tokens, "token")
+        room = f": a wave of {tokens} has no room for one of {longest:,}"
+    return f"{counted(shape.tokens, 'prompt token')}, {prompts}{room}"
 
 
 def _si(n: float) -> str:

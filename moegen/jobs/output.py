@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from moegen.errors import InvalidInput, MachineError
 from moegen.graph.requests import Request
@@ -20,6 +20,9 @@ Row = dict[str, Any]
 
 class Output:
     """The file that a job writes: ``path.partial`` while it runs, ``path`` when it is complete.
+
+    It is locked from the beginning, before a model is prepared or loaded for it, until `finish`
+    or `abandon`; as a context it is abandoned where it was not finished.
 
     Parameters
     ----------
@@ -43,18 +46,19 @@ class Output:
         self._header = {"job": hashlib.sha256(what.encode()).hexdigest()}
         self._order = [request.id for request in requests]
         self._rows: dict[str | int, Row] = {}
-        self._file: IO[str] | None = None
-        self._done = False
+        self._begun = self._done = False
         self._require_new()
         require_writable(self.path)
         for file in (self.partial, self._earlier):
             self._require_ours(file)
-        with (
-            self._writing(),
-            suppress(FileNotFoundError),
-            self.partial.open("r+", encoding="utf-8") as file,
-        ):
-            self._lock(file)  # to be refused now, rather than after the model was loaded
+        with self._writing():
+            self._file = self._opened()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abandon()
 
     def _require_new(self) -> None:
         if self.path.exists():
@@ -109,15 +113,16 @@ class Output:
         Raises
         ------
         InvalidInput
-            If another process is writing it, or has finished it by now.
+            If there is a file of the final name by now.
         """
+        self._require_new()
         with self._writing():
-            self._file = self._opened()
             if _has_answer(self.partial):
                 os.replace(self.partial, self._earlier)
                 answered, self._file = self._file, self._opened()
                 answered.close()
             self._file.truncate(0)
+        self._begun = True
         self._write(self._header)
 
     def _opened(self) -> IO[str]:
@@ -151,7 +156,6 @@ class Output:
         InvalidInput
             If there is a file of that name by now.
         """
-        assert self._file is not None
         ordered = self.path.with_name(self.path.name + ".ordered")
         with self._writing():
             try:
@@ -174,12 +178,17 @@ class Output:
             self._earlier.unlink(missing_ok=True)
 
     def abandon(self) -> None:
-        """Close the partial file after a failure; remove it if no request was answered."""
-        if self._file is None or self._file.closed:
+        """Close the partial file after a failure; remove it if no request was answered.
+
+        The answers of an earlier try stay. Nothing is done after `finish`.
+        """
+        if self._file.closed:
             return
         with suppress(OSError):  # what went wrong before is the news
             if self._answered:
                 self._earlier.unlink(missing_ok=True)
+            elif not self._begun and _has_answer(self.partial):
+                pass
             elif self._earlier.exists():
                 os.replace(self._earlier, self.partial)
             else:
@@ -188,7 +197,6 @@ class Output:
             self._file.close()
 
     def _write(self, row: Row) -> None:
-        assert self._file is not None
         with self._writing():
             self._file.write(_line(row))
             self._file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from moegen.exec.engine import Engine
     from moegen.exec.prepare import Prepared, Resolved
     from moegen.sim.job import JobEstimate
+
+# A run that takes so many times what was predicted is asked why.
+SLOW = 2.0
 
 
 @dataclass
@@ -41,6 +45,9 @@ class Report:
         The most bytes that were held: ``host`` by the process, ``gpu`` (None on CPU lanes).
     cpu_attention : str or None
         What did the CPU's decode attention.
+    busy : str or None
+        Where the run took twice the time predicted or more: that other programs kept the cores
+        busy, if the system's load average says so.
     notes : list of str
         Fallbacks taken, each once.
     """
@@ -56,6 +63,7 @@ class Report:
     predicted: JobEstimate | None = None
     peak: dict[str, int | None] = field(default_factory=dict)
     cpu_attention: str | None = None
+    busy: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def resolve(self) -> Resolved:
@@ -80,6 +88,8 @@ class Report:
             self.cpu_attention = engine.cpu_attention
             self.note(engine.notes)
             self.predicted = self._estimate(summary.gen_lens)
+            if self.measured_s >= SLOW * self.predicted.time_s:
+                self.busy = _busy()
 
     def note(self, notes: Sequence[str]) -> list[str]:
         """Add notes; gives those that are new."""
@@ -154,6 +164,7 @@ class Report:
             "load_bytes": self.load_bytes,
             "load_bytes_per_s": rate,
             "cpu_attention": self.cpu_attention,
+            "busy": self.busy,
             "notes": list(self.notes),
             "device": self.prepared.device.type,
             "dtype": self.prepared.model.dtype,
@@ -164,6 +175,21 @@ class Report:
             "predicted_error": self.error,
             "machine": rates,
         }
+
+
+def _busy() -> str | None:
+    """That other programs kept the cores busy; None where not, or where the system is silent."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return None
+    try:
+        load = os.getloadavg()[0]
+    except OSError:  # the system cannot say
+        return None
+    n = os.cpu_count() or 1  # of the machine, as the load is, and not of this process
+    if load <= n:
+        return None
+    there = f"{n} core{'' if n == 1 else 's'}"
+    return f"other programs kept the cores busy (load average {load:.1f} on {there})"
 
 
 def _times(estimate: JobEstimate | None) -> dict[str, float] | None:

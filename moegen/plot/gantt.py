@@ -287,7 +287,7 @@ class _Chart:
         for name, which in zip(("step", "layer"), self.chosen, strict=True):
             if which is not None:
                 listed = [which] if isinstance(which, int) else sorted(which)
-                text += f"; {name} {', '.join(map(str, listed))}"
+                text += f"; {name}{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"
         return text
 
 
