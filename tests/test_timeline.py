@@ -316,7 +316,7 @@ def test_gantt_of_chosen_steps_on_a_given_ax():
     _, ax = plt.subplots()
     assert run.plot(ax, steps=[1, 2], layers=-1) is ax
     assert sum(len(c.get_paths()) for c in ax.collections) == 10
-    assert ax.get_title(loc="left").endswith("a step; step 1, 2; layer -1")
+    assert ax.get_title(loc="left").endswith("a step; steps 1, 2; layer -1")
     with pytest.raises(InvalidInput, match="nothing to plot"):
         run.plot(layers=7)
 
