@@ -79,7 +79,7 @@ def check(command: str, tool: str, model: str, args: Any, left_s: float) -> dict
         "clean": code == 0,
         "summary": summary,
         "kernels": dict(kernels.most_common(10)),
-        "tail": lines[-30:],
+        "tail": [x for x in lines[-30:] if raw.name not in x],
     }
     ended = {None: "did not end", 0: "clean", FOUND: "found something"}
     say(f"{tool} over {model}: {ended.get(code, f'exit code {code}')} {summary}")
