@@ -188,8 +188,8 @@ def test_parts_of_decode_attention(rows, longest, heads, a):
     def taken(r, length):
         # As the kernel's launcher asks for it.
         split = -(-length // working.decode_split(length, r * tiles, block))
-        parts = working.aligned(r * n_heads * split * d * 4, r * n_heads * split * 4)
-        return working.aligned(8 * r, 8 * r) + (parts if split > 1 else 0)
+        parts = sizes.aligned(r * n_heads * split * d * 4, r * n_heads * split * 4)
+        return sizes.aligned(8 * r, 8 * r) + (parts if split > 1 else 0)
 
     # Beyond these no row is split but for its length, and no more for being longer.
     most_split = working.SPLIT_PROGRAMS // tiles + 1
@@ -197,7 +197,7 @@ def test_parts_of_decode_attention(rows, longest, heads, a):
     few = {rows, *range(1, min(rows, most_split) + 1)}
     most = max(taken(r, n) for r, n in itertools.product(few, lengths))
     planned = working._attn_gpu(at, capacity, a)
-    assert most <= planned <= most + working.aligned(8 * rows, 8 * rows)
+    assert most <= planned <= most + sizes.aligned(8 * rows, 8 * rows)
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moegen.errors import MoegenError
-from moegen.graph.working import ARENA_ALIGN_BYTES
+from moegen.graph.sizes import aligned
 from moegen.units import format_bytes
 
 
@@ -60,7 +60,7 @@ class Arena:
                 f"{format_bytes(nbytes)} of working memory asked for with {format_bytes(start)} of "
                 f"{format_bytes(self.block.numel())} in use: the ledger counts too little"
             )
-        self._used = -(-end // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES
+        self._used = aligned(end)
         self.peak = max(self.peak, self._used)
         return self.block[start:end].view(dtype).view(shape)
 

@@ -12,9 +12,8 @@ import torch
 
 from moegen.exec.arena import Arena
 from moegen.exec.pinning import Pins, host_buffer
-from moegen.graph.sizes import HOST_STAGED, BufferSizes, Capacity
+from moegen.graph.sizes import HOST_STAGED, BufferSizes, Capacity, aligned
 from moegen.graph.task import TaskGraph
-from moegen.graph.working import aligned
 
 __all__ = ["Buffers", "Capacity"]
 

@@ -29,8 +29,9 @@ from moegen.exec.weights import HostWeights
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import expert_range
 from moegen.graph.residency import Residency, residency
+from moegen.graph.sizes import aligned
 from moegen.graph.task import Task, TaskGraph, Value
-from moegen.graph.working import aligned, kept_pieces, working_bytes
+from moegen.graph.working import kept_pieces, working_bytes
 
 # Experts of one task with fewer tokens than this on average are computed in one product of
 # several matrices, by kind of device; elsewhere never.

@@ -22,12 +22,13 @@ from moegen.graph.residency import Residency, residency, ring_slots
 from moegen.graph.sizes import (
     BufferSizes,
     Capacity,
+    aligned,
     dense_blob_bytes,
     expert_blob_bytes,
     packed_bytes,
 )
 from moegen.graph.strategy import Strategy
-from moegen.graph.working import aligned, kept_bytes, largest_frame
+from moegen.graph.working import kept_bytes, largest_frame
 from moegen.graph.workload import Workload
 from moegen.units import GIB, format_bytes
 

@@ -24,7 +24,7 @@ from moegen.graph.workload import RunningSums, Workload
 TOKEN_COLUMNS, ROW_COLUMNS = 3, 5
 # Tensors of a blob begin at multiples of so many bytes, and no dense blob has more tensors.
 ALIGN_BYTES, MOST_TENSORS = 64, 16
-# Tensors that share a block of GPU memory begin at multiples of this.
+# Tensors that share a block of memory begin at multiples of this.
 BLOCK_ALIGN_BYTES = 256
 # Families whose router is kept and computed in float32 whatever the model's dtype.
 FLOAT32_ROUTER = frozenset({"deepseek_v2"})
@@ -222,20 +222,18 @@ class BufferSizes:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block with every slot of every ring on the GPU, each tensor aligned."""
-        return sum(
-            -(-self.slots(piece.ring) * self._piece_bytes(piece) // BLOCK_ALIGN_BYTES)
-            * BLOCK_ALIGN_BYTES
-            for piece in self.pieces.values()
-            if not piece.ring.startswith("host_")
+        return aligned(
+            *(
+                self.slots(piece.ring) * self._piece_bytes(piece)
+                for piece in self.pieces.values()
+                if not piece.ring.startswith("host_")
+            )
         )
 
     @property
     def host_block_bytes(self) -> int:
         """Bytes of one block with what lanes stage in host memory, each tensor aligned."""
-        return sum(
-            -(-self._piece_bytes(self.pieces[name]) // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES
-            for name in HOST_STAGED
-        )
+        return aligned(*(self._piece_bytes(self.pieces[name]) for name in HOST_STAGED))
 
     def slots(self, ring: str) -> int:
         """Slots of a ring, as the strategy asks for them; a step may use fewer."""
@@ -265,6 +263,11 @@ class BufferSizes:
             )
             for name in names
         }
+
+
+def aligned(*n_bytes: int) -> int:
+    """Bytes that pieces of these sizes take in a block, one behind the other."""
+    return sum(-(-n // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES for n in n_bytes)
 
 
 def packed_bytes(model: ModelSpec) -> int:

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from moegen.graph.model import Attention, Layer, ModelSpec, Phase
-from moegen.graph.sizes import BLOCK_ALIGN_BYTES, FLOAT32_ROUTER, Capacity
+from moegen.graph.sizes import FLOAT32_ROUTER, Capacity, aligned
 from moegen.graph.strategy import Strategy
 
-# Pieces of the working memory begin at multiples of this.
-ARENA_ALIGN_BYTES = BLOCK_ALIGN_BYTES
 # Decode attention on the GPU splits rows until about so many programs run, enough for a few
 # waves on a large GPU; and where a split would have more tokens than that, lest a long row among
 # short ones leave one program streaming alone. A program has up to so many query heads.
@@ -46,11 +44,6 @@ class Frame:
     op: str
     n: int
     bytes: int
-
-
-def aligned(*n_bytes: int) -> int:
-    """Bytes that pieces of these sizes take, one behind the other."""
-    return sum(-(-n // ARENA_ALIGN_BYTES) * ARENA_ALIGN_BYTES for n in n_bytes)
 
 
 def working_bytes(model: ModelSpec, s: Strategy, phase: Phase, c: Capacity) -> int:
