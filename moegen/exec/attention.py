@@ -68,7 +68,6 @@ class CpuDecode(ABC):
     kind: str
     note: str | None = None
 
-    @abstractmethod
     def attend(
         self,
         shape: DecodeShape,
@@ -93,7 +92,27 @@ class CpuDecode(ABC):
             own no token together.
         out : Tensor, [R, n_heads * dv]
             Written. All tensors are of one dtype, on the CPU, their rows contiguous.
+
+        Raises
+        ------
+        InvalidInput
+            If sizes, dtypes, layouts or places do not agree: nothing has been written then.
         """
+        start, length = _checked(shape, q, new_kv, store, start, length, out)
+        self._attend(shape, q, new_kv, store, start, length, out)
+
+    @abstractmethod
+    def _attend(
+        self,
+        shape: DecodeShape,
+        q: Tensor,
+        new_kv: Tensor,
+        store: Tensor,
+        start: np.ndarray,
+        length: np.ndarray,
+        out: Tensor,
+    ) -> None:
+        """`attend`, of what has been checked."""
 
     @abstractmethod
     def read(self, data: Tensor) -> None:
@@ -104,7 +123,7 @@ class CpuDecode(ABC):
         """Stop the threads."""
 
 
-def checked(
+def _checked(
     shape: DecodeShape,
     q: Tensor,
     new_kv: Tensor,

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from moegen.errors import InvalidInput, MachineError
-from moegen.exec.attention import DTYPES, CpuDecode, DecodeShape, checked
+from moegen.exec.attention import DTYPES, CpuDecode, DecodeShape
 from moegen.exec.kernels import cpu_attention
 from moegen.exec.torch_attention import TorchDecode
 
@@ -46,7 +46,7 @@ class CompiledDecode(CpuDecode):
         self._functions = library.functions
         self._handle: int | None = self._functions.moegen_open(library.variants[variant], threads)
 
-    def attend(
+    def _attend(
         self,
         shape: DecodeShape,
         q: Tensor,
@@ -56,7 +56,6 @@ class CompiledDecode(CpuDecode):
         length: np.ndarray,
         out: Tensor,
     ) -> None:
-        start, length = checked(shape, q, new_kv, store, start, length, out)
         s = shape.sinks
         failed = self._functions.moegen_decode(
             self._open(),

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moegen.exec.attention import CpuDecode, DecodeShape, checked
+from moegen.exec.attention import CpuDecode, DecodeShape
 from moegen.exec.lanes import own_torch_threads, use_torch_threads
 
 # What a row costs beside its tokens, in tokens: keeps one thread from getting all short rows.
@@ -48,7 +48,7 @@ class TorchDecode(CpuDecode):
         self.threads, self.note = threads, note
         self._pool = _pool(threads) if threads > 1 else None
 
-    def attend(
+    def _attend(
         self,
         shape: DecodeShape,
         q: Tensor,
@@ -58,7 +58,6 @@ class TorchDecode(CpuDecode):
         length: np.ndarray,
         out: Tensor,
     ) -> None:
-        start, length = checked(shape, q, new_kv, store, start, length, out)
         store.index_copy_(0, torch.from_numpy(start + length - 1), new_kv)
         seen = length if shape.window is None else np.minimum(length, shape.window)
         first = (start + length - seen).tolist()
