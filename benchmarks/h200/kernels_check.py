@@ -13,12 +13,12 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import triton
+from meters import timed_s
 
 from moegen.exec.arena import Arena
 from moegen.exec.kernels.triton_attention import decode_attention
@@ -27,22 +27,6 @@ from moegen.exec.kernels.zero_copy import copy_down, copy_up, gather_rows, scatt
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 LINES: list[dict] = []
 CEILING: dict[str, float] = {}
-
-
-def timed_s(launch: Callable[[], object], repeats: int = 9) -> float:
-    """Median time on the GPU of one launch, queued behind another so that launching is hidden."""
-    for _ in range(2):
-        launch()
-    spans = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(400_000)  # cycles: longer than the host takes to launch
-        begin.record()
-        launch()
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(spans)
 
 
 def report(what: str, case: str, seconds: float, nbytes: float, ceiling: str, ok: bool, **more):

@@ -31,6 +31,22 @@ def median_s(fn: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
+def timed_s(launch: Callable[[], object], repeats: int = 9) -> float:
+    """Median time on the GPU of one launch, queued behind another so that launching is hidden."""
+    for _ in range(2):
+        launch()
+    spans = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(600_000)  # cycles: longer than the host takes to launch
+        begin.record()
+        launch()
+        end.record()
+        end.synchronize()
+        spans.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(spans)
+
+
 def matmul_flops(device: str, m: int, k: int, n: int) -> float:
     """FLOP/s of a bf16 product [m, k] x [k, n], random numbers."""
     a = torch.randn(m, k, device=device).bfloat16()

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from meters import timed_s
 from torch import Tensor
 
 from moegen.exec.arena import Arena
@@ -35,22 +36,6 @@ BF16 = torch.bfloat16
 OPS = Cuda()
 LINES: list[dict[str, Any]] = []
 CEILING: dict[str, float] = {}
-
-
-def timed_s(launch: Callable[[], object], repeats: int = 7) -> float:
-    """Median time on the GPU of one launch, queued behind another so that launching is hidden."""
-    for _ in range(2):
-        launch()
-    spans = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(600_000)  # cycles: longer than the host takes to launch
-        begin.record()
-        launch()
-        end.record()
-        end.synchronize()
-        spans.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(spans)
 
 
 def host_s(launch: Callable[[], object], repeats: int = 50) -> float:
@@ -81,14 +66,14 @@ def measure(
     line: dict[str, Any] = {"what": what, "case": case}
     try:
         ours()
-        line["time_s"] = timed_s(ours)
+        line["time_s"] = timed_s(ours, 7)
         line["launch_s"] = host_s(ours)
     except Exception as e:  # one that fails must not hide the others
         line["ok"], line["error"] = False, f"{type(e).__name__}: {e}"[:500]
     try:
         if theirs is not None:
             want = theirs().float()
-            line["torch_s"] = timed_s(theirs)
+            line["torch_s"] = timed_s(theirs, 7)
             if result is not None and "time_s" in line:
                 error = float((result.float() - want).norm() / want.norm().clamp(min=1e-20))
                 line["apart"], line["ok"] = error, error <= apart
@@ -120,10 +105,10 @@ def measure(
 def ceilings() -> None:
     a = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
-    CEILING["copy"] = 2 * a.nbytes / timed_s(lambda: b.copy_(a))
+    CEILING["copy"] = 2 * a.nbytes / timed_s(lambda: b.copy_(a), 7)
     x = torch.randn(8192, 8192, device="cuda", dtype=BF16)
     y = torch.empty_like(x)
-    CEILING["matmul"] = 2 * 8192**3 / timed_s(lambda: torch.mm(x, x, out=y))
+    CEILING["matmul"] = 2 * 8192**3 / timed_s(lambda: torch.mm(x, x, out=y), 7)
     print({k: f"{v:.3g}" for k, v in CEILING.items()}, flush=True)
 
 
