@@ -621,28 +621,16 @@ def test_offsets_past_two_billion_elements() -> None:
 COMPILE = """
 import json, re, sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
 from moegen.exec.arena import Arena
 from moegen.exec.primitives import (
     cuda, triton_grouped, triton_prefill, triton_rope, triton_routing, triton_rows)
+sys.path.insert(0, "tests")
+from triton_compile import compile_launches
 
 capability, shared = map(int, sys.argv[1:])
 report = {}
 
-def compile_for(name, kernel, args, options):
-    # What kernel[grid](*args, **options) would compile, taken from the kernel's own binder.
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    binder = triton.runtime.jit.create_function_from_signature(
-        kernel.signature, kernel.params, backend)
-    bound, specialization, opts = binder(*args, **options)
-    parsed, signature, constants, attrs = kernel._pack_args(
-        backend, options, bound, specialization, opts)
-    source = ASTSource(kernel, signature, constants, attrs)
-    done = triton.compile(source, target=target, options=parsed.__dict__)
+def note(name, done):
     ptx = done.asm["ptx"]
     report.setdefault(name, []).append({
         "shared": done.metadata.shared,
@@ -651,15 +639,8 @@ def compile_for(name, kernel, args, options):
         "atomics": re.search(r"\\s(atom|red)\\.", ptx) is not None,
     })
 
-class Launch:
-    def __init__(self, kernel): self.kernel = kernel
-    def __getitem__(self, grid):
-        return lambda *args, **options: compile_for(
-            self.kernel.fn.__name__, self.kernel, args, options)
-
 for module in (triton_grouped, triton_prefill, triton_rope, triton_routing, triton_rows):
-    for name in [n for n in vars(module) if n.endswith("_kernel")]:
-        setattr(module, name, Launch(getattr(module, name)))
+    compile_launches(module, capability, note)
     if hasattr(module, "shared_bytes"):
         module.shared_bytes = lambda device: shared
 

@@ -371,40 +371,20 @@ def test_attention_of_no_rows_and_of_misfits(device: str) -> None:
 COMPILE = """
 import json, sys
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
 import moegen.exec.kernels.triton_attention as attention
 import moegen.exec.kernels.zero_copy as zero
 from moegen.exec.arena import Arena
+sys.path.insert(0, "tests")
+from triton_compile import compile_launches
 
-capability = int(sys.argv[1])
 report = {}
 
-def compile_for(name, kernel, args, options):
-    # What kernel[grid](*args, **options) would compile, taken from the kernel's own binder.
-    target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
-    binder = triton.runtime.jit.create_function_from_signature(
-        kernel.signature, kernel.params, backend)
-    bound, specialization, opts = binder(*args, **options)
-    parsed, signature, constants, attrs = kernel._pack_args(
-        backend, options, bound, specialization, opts)
-    source = ASTSource(kernel, signature, constants, attrs)
-    done = triton.compile(source, target=target, options=parsed.__dict__)
+def note(name, done):
     report.setdefault(name, []).append(
         {"shared": done.metadata.shared, "ptx": done.asm["ptx"], "built": len(done.asm["cubin"])})
 
-class Launch:
-    def __init__(self, kernel): self.kernel = kernel
-    def __getitem__(self, grid):
-        return lambda *args, **options: compile_for(
-            self.kernel.fn.__name__, self.kernel, args, options)
-
 for module in (zero, attention):
-    for name in [n for n in vars(module) if n.endswith("_kernel")]:
-        setattr(module, name, Launch(getattr(module, name)))
+    compile_launches(module, int(sys.argv[1]), note)
 
 def index(n): return torch.zeros(n, dtype=torch.int64)
 def tokens(n, width): return torch.zeros(n, width, dtype=torch.bfloat16)
