@@ -71,6 +71,7 @@ class Forecast:
             "prefill_tokens_per_s": self.prefill_tokens_per_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "time_s": self.job.time_s,
+            "load_s": self.job.load_s,
             "prefill_s": self.job.prefill_s,
             "decode_s": self.job.decode_s,
             "binds": {"prefill": self.prefill_binds, "decode": self.decode_binds},
@@ -99,7 +100,6 @@ def forecast(
     decode = memory(model, hw, plan.decode, work).require()
     prefill = memory(model, hw, plan.prefill, work, phase="prefill", batch=plan.decode.B).require()
     cost = CostModel.roofline(hw)
-    prompts, answers = (lens.tolist() for lens in work.lengths)
     return Forecast(
         model,
         hw,
@@ -107,7 +107,7 @@ def forecast(
         plan,
         prefill,
         decode,
-        job=estimate_job(model, plan, prompts, answers, cost),
+        job=estimate_job(model, plan, work, cost, load_bytes_per_s=hw.load_bytes_per_s),
         prefill_binds=_binds(model, plan.prefill, "prefill", work, cost),
         decode_binds=_binds(model, plan.decode, "decode", work, cost),
     )

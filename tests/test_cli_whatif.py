@@ -183,7 +183,7 @@ def test_plan_says_what_the_python_api_says(capsys):
     plan = sound_plan(model, hw, work, {"omega": 0.3})
     assert code == 0 and found["plan"]["decode"] == plan.decode.to_dict()
     assert found["plan"]["prefill"] == plan.prefill.to_dict()
-    job = estimate_job(model, plan, [512] * 600, [256] * 600, mg.CostModel.roofline(hw))
+    job = estimate_job(model, plan, work, mg.CostModel.roofline(hw))
     assert (found["prefill_s"], found["decode_s"]) == (job.prefill_s, job.decode_s)
     assert found["time_s"] == pytest.approx(found["prefill_s"] + found["decode_s"])
     assert found["prefill_tokens_per_s"] == pytest.approx(600 * 512 / job.prefill_s)

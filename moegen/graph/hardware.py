@@ -16,8 +16,8 @@ from moegen.units import MIB, format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
-    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "gpu_workspace_bytes", "price_usd",
-    "power_w",
+    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "gpu_workspace_bytes",
+    "load_bytes_per_s", "price_usd", "power_w",
 }  # fmt: skip
 _TEXT = {"name", "gpu_name", "cpu_name"}
 
@@ -67,6 +67,9 @@ class HardwareSpec:
     gpu_workspace_bytes : float or None
         What torch gives the matrix libraries to work in; None where threads of the CPU stand in
         for a GPU, and nothing but what is asked for is taken.
+    load_bytes_per_s : float or None
+        How fast weights come to lie in pinned host memory: memory touched and registered, reading
+        from a disk left out; None where that is not known, and loading not predicted.
     price_usd, power_w : float or None
         Of the whole machine, where known.
     source : dict
@@ -96,6 +99,7 @@ class HardwareSpec:
     cpu_call_s: float | None = None
     gpu_call_s: float | None = None
     gpu_workspace_bytes: float | None = 32.0 * MIB  # on a Hopper GPU; others get less
+    load_bytes_per_s: float | None = None
     price_usd: float | None = None
     power_w: float | None = None
     source: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -315,6 +319,7 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("cpu_call_s", "call of CPU attention", format_seconds),
     ("gpu_call_s", "call on the GPU lane", format_seconds),
     ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
+    ("load_bytes_per_s", "pinning of host memory", _rate),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
 )
