@@ -14,14 +14,13 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import MOST, wholes
+from moegen.graph.quantiles import mixed
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import BARRIER_SHARE
 from moegen.graph.workload import Workload
 
 # Of a job of more batches so many are looked at, evenly spread; they stand for the others.
 MOST_BATCHES = 256
-# Multiples of it, less their whole parts, lie evenly over [0, 1), and so does any run of them.
-_GOLDEN = (5**0.5 - 1) / 2
 
 Lengths = Sequence[int] | np.ndarray
 
@@ -120,10 +119,8 @@ def _mixed(work: Workload, n: int) -> Rows:
     prompts, gens, counts = np.array(work.groups, dtype=np.int64).T
     ranks = ((np.arange(n) + 0.5) * (work.n / n)).astype(np.int64)
     group = np.searchsorted(np.cumsum(counts), ranks, side="right")
-    # The row that comes k-th has the rank that the k-th multiple has among all.
-    order = np.empty(n, dtype=np.int64)
-    order[np.argsort(np.arange(n) * _GOLDEN % 1.0, kind="stable")] = np.arange(n)
-    return Rows(prompts[group[order]], gens[group[order]])
+    group = mixed(group)
+    return Rows(prompts[group], gens[group])
 
 
 @dataclass(frozen=True, eq=False)

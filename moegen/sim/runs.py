@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,13 +12,13 @@ import numpy as np
 from moegen.graph.model import Phase
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import Strategy
+from moegen.graph.task import Lane
 from moegen.sim.step_times import StepTimes
 
-# An estimate is for someone who waits. Of each phase about so many steps are simulated, more
-# where their graphs are small.
-LEAST_STEPS, TASKS_IN_ALL = 4, 3000
-# Of one run at most so many, and a single one where its tokens are alike within so much.
-MOST_OF_RUN, ALIKE = 3, 0.01
+# Steps are simulated until the sum of all is known this well, but never more of them.
+TOLERANCE, MOST_STEPS = 0.003, 24
+# One step stands for all if their tokens are within so much of each other.
+ALIKE = 0.02
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +31,8 @@ class Run:
     phase : {"decode", "prefill"}
     lengths : sequence of int
         Of the rows that it is laid out for; see `moegen.sim.step_times.StepTimes`.
-    tokens : ndarray, shape [steps]
-        What a step's time is interpolated over: tokens that are attended to, or of prompts.
+    tokens, rows : ndarray, shape [steps]
+        Tokens that are attended to, or of prompts; rows that take part.
     times : ndarray, shape [steps]
         How often each step comes.
     begins : ndarray of bool, shape [steps]
@@ -45,6 +47,7 @@ class Run:
     phase: Phase
     lengths: Sequence[int]
     tokens: np.ndarray
+    rows: np.ndarray
     times: np.ndarray
     begins: np.ndarray
     rounds: np.ndarray
@@ -52,10 +55,11 @@ class Run:
 
 
 def seconds(runs: Sequence[Run], structure: Callable[[Run], StepTimes]) -> list[np.ndarray]:
-    """The time of each step of each run, shape [steps] each.
+    """The time of each step of each run of one phase, shape [steps] each.
 
-    Some runs are looked at, most steps at most of them. Those stand for the others by their
-    mean tokens.
+    A few are simulated and the others interpolated over their sizes: a step's time rises with
+    them, and is a sum of maxima of straight lines. So it hardly bends but in a few places, and
+    that is where steps are taken from.
 
     Parameters
     ----------
@@ -64,86 +68,102 @@ def seconds(runs: Sequence[Run], structure: Callable[[Run], StepTimes]) -> list[
     """
     if not runs:
         return []
-    weights = np.array([run.times.sum() for run in runs])
-    means = np.array([np.average(run.tokens, weights=run.times) for run in runs])
-    points = np.log(np.stack([[len(run.lengths) for run in runs], means], axis=1))
-    heaviest = structure(runs[int(weights.argmax())])
-    n = max(LEAST_STEPS, TASKS_IN_ALL // heaviest.n_tasks)
-    chosen, stands_for = _representatives(points, weights, max(2, n // 2))
-    share = np.bincount(stands_for, weights=weights) / weights.sum()
-    found: dict[int, tuple[float, np.ndarray]] = {}
-    for i, part in zip(chosen, share.tolist(), strict=True):
-        of_run = min(MOST_OF_RUN, max(1, round(part * n)))
-        found[i] = _one(runs[i], structure(runs[i]), of_run)
-    known = sorted(found, key=lambda i: means[i])
-    begin_s = np.interp(means, means[known], [found[i][0] for i in known])
-    mean_s = np.interp(
-        means,
-        means[known],
-        [np.average(found[i][1], weights=runs[i].times) for i in known],
+    tokens, rows, weights = (
+        np.concatenate([getattr(run, name) for run in runs]) for name in ("tokens", "rows", "times")
     )
-    return [
-        (found[i][1] if i in found else np.full(len(run.tokens), mean_s[i]))
-        + run.begins * begin_s[i]
-        for i, run in enumerate(runs)
-    ]
+    begins = np.cumsum([0, *(len(run.tokens) for run in runs)])
+    structures: dict[int, StepTimes] = {}
+
+    def times_of(i: int) -> StepTimes:
+        if i not in structures:
+            structures[i] = structure(runs[i])
+        return structures[i]
+
+    per_token, per_row = 1.0, 0.0
+    fewer_after_more = np.diff(rows[np.argsort(tokens, kind="stable")]) < 0
+    if runs[0].phase == "decode" and fewer_after_more.any():
+        heaviest = int(np.argmax([run.tokens @ run.times for run in runs]))
+        per_token, per_row = _grows(times_of(heaviest), runs[heaviest].shape(0))
+    size = per_token * tokens + per_row * rows
+    order = np.argsort(size, kind="stable")
+
+    def simulated(position: int) -> tuple[float, float]:
+        step = int(order[position])
+        i = int(np.searchsorted(begins, step, side="right")) - 1
+        return times_of(i)(runs[i].shape(step - int(begins[i])))
+
+    known = _bends(size[order], weights[order], simulated)
+    at = size[order[list(known)]]
+    first_s, next_s = np.array(list(known.values())).T
+    each_s = np.interp(size, at, next_s)
+    longer_s = np.interp(size, at, first_s - next_s)
+    each_s += longer_s * np.concatenate([run.begins for run in runs])
+    return np.split(each_s, begins[1:-1])
 
 
-def _one(run: Run, times: StepTimes, n: int) -> tuple[float, np.ndarray]:
-    """What a step takes longer that finds nothing prefetched, and the time of each otherwise."""
-    some = _nodes(run.tokens, run.times, n)
-    first_s, next_s = np.array([times(run.shape(int(i))) for i in some]).T
-    return float(first_s[0] - next_s[0]), _through(run.tokens, run.tokens[some], next_s)
+def _grows(times: StepTimes, shape: Shape) -> tuple[float, float]:
+    """What a decode step grows by with a token that is attended to, and with a row.
 
-
-def _nodes(values: np.ndarray, weights: np.ndarray, n: int) -> np.ndarray:
-    """Positions of at most ``n`` different values that give a mean well, lowest value first.
-
-    They are those nearest to the nodes of a Gauss-Legendre quadrature over an interval of the
-    values' mean and deviation: two of them give the mean of any cubic.
+    Of the lanes whose work follows the batch, so not of the copies of weights, the busiest
+    counts: of steps that attend to as many tokens it says which takes longer.
     """
-    mean = np.average(values, weights=weights)
-    deviation = np.sqrt(np.average((values - mean) ** 2, weights=weights))
-    n = 1 if deviation <= ALIKE * mean else n
-    wanted = mean + 3**0.5 * deviation * np.polynomial.legendre.leggauss(n)[0]
-    near = np.abs(values[None, :] - wanted[:, None]).argmin(axis=1)
-    unique, index = np.unique(values[near], return_index=True)
-    return near[index]
+    past, live = np.array(shape.past), np.array(shape.new)
+    further = Shape(tuple((past + live * max(1, int(past.mean()))).tolist()), shape.new)
+    half = live * (np.cumsum(live) % 2)
+    fewer = Shape(tuple((past * half).tolist()), tuple(half.tolist()))
+    here_s, further_s, fewer_s = (times.lane_seconds(x) for x in (shape, further, fewer))
+    lane = max((lane for lane in here_s if lane is not Lane.BULK), key=here_s.__getitem__)
+    more = sum(further.past) - sum(shape.past)
+    per_token = (further_s[lane] - here_s[lane]) / more
+    fewer_rows = shape.tokens - fewer.tokens
+    fewer_tokens = sum(shape.past) - sum(fewer.past) + fewer_rows
+    per_row = 0.0
+    if fewer_rows:
+        per_row = (here_s[lane] - fewer_s[lane] - per_token * fewer_tokens) / fewer_rows
+    if per_token <= 0 and per_row <= 0:
+        return 1.0, 0.0
+    return max(0.0, per_token), max(0.0, per_row)
 
 
-def _through(x: np.ndarray, at: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Lines through ``values``, which lie at rising ``at``, and on beyond the first and last."""
-    if len(at) == 1:
-        return np.full(len(x), values[0])
-    piece = np.clip(np.searchsorted(at, x) - 1, 0, len(at) - 2)
-    slope = np.diff(values) / np.diff(at)
-    return values[piece] + slope[piece] * (x - at[piece])
-
-
-def _representatives(
-    points: np.ndarray, weights: np.ndarray, n: int
-) -> tuple[list[int], np.ndarray]:
-    """At most ``n`` of many points that stand for all of them.
+def _bends(
+    x: np.ndarray, weights: np.ndarray, at: Callable[[int], tuple[float, float]]
+) -> dict[int, tuple[float, float]]:
+    """Positions between which values lie on straight lines, with their values, in order.
 
     Parameters
     ----------
-    points : ndarray, shape [points, coordinates]
+    x : ndarray, shape [points]
+        Sorted.
     weights : ndarray, shape [points]
-        How much it matters that a point has one near it.
-
-    Returns
-    -------
-    chosen : list of int
-    stands_for : ndarray of int, shape [points]
-        The position in ``chosen`` of the one that is nearest to each point.
+        How much it matters that the second value of a point is known.
+    at : callable
+        The two values at a position.
     """
-    chosen: list[int] = []
-    nearest = np.full(len(points), np.inf)
-    stands_for = np.zeros(len(points), dtype=int)
-    while len(chosen) < n and nearest.any():
-        worst = int((np.minimum(nearest, 1e9) * weights).argmax())
-        away = np.abs(points - points[worst]).sum(axis=1)
-        stands_for[away < nearest] = len(chosen)
-        nearest = np.minimum(nearest, away)
-        chosen.append(worst)
-    return chosen, stands_for
+    last = len(x) - 1
+    inside, moment = (np.concatenate([[0.0], np.cumsum(y)]) for y in (weights, weights * x))
+    if x[last] - x[0] <= ALIKE * x[last]:
+        middle = min(last, int(np.searchsorted(x, moment[-1] / inside[-1])))
+        return {middle: at(middle)}
+    known = {0: at(0), last: at(last)}
+
+    def gap(a: int, b: int, bent: float) -> tuple[float, int, int]:
+        """By how much the sum may be wrong for the points between two known ones."""
+        rises = abs(known[b][1] - known[a][1])
+        return -(inside[b] - inside[a + 1]) * min(rises / 4, bent), a, b
+
+    gaps = [gap(0, last, math.inf)]
+    while len(known) < MOST_STEPS:
+        total = weights @ np.interp(x, x[sorted(known)], [known[i][1] for i in sorted(known)])
+        if -sum(error for error, _, _ in gaps) <= TOLERANCE * total:
+            break
+        _, a, b = heapq.heappop(gaps)
+        centre = (moment[b] - moment[a + 1]) / (inside[b] - inside[a + 1])
+        m = int(np.searchsorted(x, centre))
+        if not x[a] < x[m] < x[b]:
+            continue
+        known[m] = at(m)
+        line = np.interp(x[m], [x[a], x[b]], [known[a][1], known[b][1]])
+        bent = abs(known[m][1] - float(line))
+        for part in ((a, m), (m, b)):
+            heapq.heappush(gaps, gap(*part, bent))
+    return dict(sorted(known.items()))

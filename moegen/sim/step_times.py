@@ -16,7 +16,7 @@ from moegen.graph.model import Layer, ModelSpec, Phase
 from moegen.graph.residency import residency
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import Strategy
-from moegen.graph.task import Task, TaskGraph, Work
+from moegen.graph.task import Lane, Task, TaskGraph, Work
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
 
@@ -80,6 +80,11 @@ class StepTimes:
             first_s += self._missing * (more_first_s - first_s)
             next_s += self._missing * (more_next_s - next_s)
         return first_s, next_s
+
+    def lane_seconds(self, shape: Shape) -> dict[Lane, float]:
+        """What each lane has to do in a step, of the layers that are simulated."""
+        bound = self._graphs[-1].bind(shape)
+        return {lane: sum(map(self._cost.seconds, tasks)) for lane, tasks in bound.lanes.items()}
 
     def _simulated(self, graph: TaskGraph, shape: Shape) -> tuple[float, float]:
         run = simulate(graph.bind(shape), self._cost, STEPS, self._shared)
