@@ -180,11 +180,9 @@ def forecast_in_words(f: Forecast) -> Iterator[str]:
     if f.decode_tokens_per_s is not None:
         speed += f", decode {f.decode_tokens_per_s:,.1f} tokens/s"
     yield from _item("Speed", speed)
-    yield from _item(
-        "Job",
-        f"{format_seconds(f.job.time_s)}: prefill {format_seconds(f.job.prefill_s)}, decode "
-        f"{format_seconds(f.job.decode_s)}",
-    )
+    phases = {"loading": f.job.load_s, "prefill": f.job.prefill_s, "decode": f.job.decode_s}
+    parts = [f"{name} {format_seconds(s)}" for name, s in phases.items() if s or name != "loading"]
+    yield from _item("Job", f"{format_seconds(f.job.time_s)}: {', '.join(parts)}")
     yield from _item(
         "Limits",
         f"of a decode step {part(f.decode_binds)}; of a prefill wave {part(f.prefill_binds)}",

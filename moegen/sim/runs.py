@@ -16,9 +16,9 @@ from moegen.graph.task import Lane
 from moegen.sim.step_times import StepTimes
 
 # Steps are simulated until the sum of all is known this well, but never more of them.
-TOLERANCE, MOST_STEPS = 0.003, 24
+TOLERANCE, MOST_STEPS = 0.005, 24
 # One step stands for all if their tokens are within so much of each other.
-ALIKE = 0.02
+ALIKE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
