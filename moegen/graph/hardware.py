@@ -16,10 +16,15 @@ from moegen.units import MIB, format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
-    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "gpu_workspace_bytes", "price_usd",
-    "power_w",
+    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
+    "link_peak_bytes_per_s", "copy_floor_s", "gpu_workspace_bytes", "price_usd", "power_w",
 }  # fmt: skip
 _TEXT = {"name", "gpu_name", "cpu_name"}
+# What crosses the link, and so cannot be faster than it.
+_OVER_LINK = (
+    "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
+    "zero_copy_bytes_per_s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,16 @@ class HardwareSpec:
         Least time of a kernel.
     h2d_bytes_per_s, d2h_bytes_per_s : float
         Link, one direction at a time, large pinned copies.
-    duplex_bytes_per_s : float or None
-        Each direction while both run; None where that makes no difference.
+    duplex_bytes_per_s, duplex_d2h_bytes_per_s : float or None
+        Link while both directions run: the first is the limit of each, unless the second gives
+        the way from the GPU its own. None where that makes no difference.
+    link_peak_bytes_per_s : float or None
+        What the link's standard allows one direction, where it is known. No rate over the link
+        may be above it.
     copy_latency_s : float
-        Least time of a copy.
+        What a copy takes beside its bytes over the link.
+    copy_floor_s : float or None
+        Least time of a copy, where it is more than the latency.
     zero_copy_bytes_per_s : float
         A kernel that reads or writes pinned host memory.
     cpu_flops : float
@@ -96,6 +107,9 @@ class HardwareSpec:
     cpu_call_s: float | None = None
     gpu_call_s: float | None = None
     gpu_workspace_bytes: float | None = 32.0 * MIB  # on a Hopper GPU; others get less
+    duplex_d2h_bytes_per_s: float | None = None
+    link_peak_bytes_per_s: float | None = None
+    copy_floor_s: float | None = None
     price_usd: float | None = None
     power_w: float | None = None
     source: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -110,6 +124,19 @@ class HardwareSpec:
                 object.__setattr__(self, key, _curve(value))
             elif not (value is None and key in _OPTIONAL):
                 object.__setattr__(self, key, _positive(key, value))
+        fast = self._above_peak(self.link_peak_bytes_per_s)
+        if fast:
+            raise InvalidInput(
+                f"{fast} is {_rate(getattr(self, fast))}, above the link's peak of "
+                f"{_rate(self.link_peak_bytes_per_s or 0)} (link_peak_bytes_per_s): the rate was "
+                f"measured wrongly, or it is that of another link"
+            )
+
+    def _above_peak(self, peak: float | None) -> str | None:
+        """A rate over the link that is above ``peak``, by its name."""
+        if peak is None:
+            return None
+        return next((key for key in _OVER_LINK if (getattr(self, key) or 0) > peak), None)
 
     @classmethod
     def from_name(cls, name: str) -> HardwareSpec:
@@ -173,12 +200,21 @@ class HardwareSpec:
     def with_(self, **changes: Any) -> HardwareSpec:
         """A copy with some fields changed.
 
+        A rate above the link's peak stands for a faster link: its peak is then not known, unless
+        ``link_peak_bytes_per_s`` is given too.
+
         Raises
         ------
         InvalidInput
-            If a field is unknown, or its value is not a finite positive number.
+            If a field is unknown, its value is not a finite positive number, or a rate over the
+            link is above the peak that is given with it.
         """
         _check_keys(changes, set())
+        peak = self.link_peak_bytes_per_s
+        if peak is not None and "link_peak_bytes_per_s" not in changes:
+            rates = {key: changes[key] for key in _OVER_LINK if changes.get(key) is not None}
+            if any(_positive(key, rate) > peak for key, rate in rates.items()):
+                changes["link_peak_bytes_per_s"] = None
         source = self.source | {key: "set by the caller" for key in changes}
         return dataclasses.replace(self, **changes, source=source)
 
@@ -292,7 +328,8 @@ def _reached(curve: tuple[tuple[float, float], ...]) -> str:
 
 # What no prediction rests on, or a plan alone.
 _NO_RATES = {
-    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "price_usd", "power_w",
+    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "link_peak_bytes_per_s",
+    "price_usd", "power_w",
 }  # fmt: skip
 # What print() shows: the field, what to call it, and its value for people.
 _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -305,7 +342,10 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("h2d_bytes_per_s", "link to the GPU", _rate),
     ("d2h_bytes_per_s", "link from the GPU", _rate),
     ("duplex_bytes_per_s", "link both ways at once", _rate),
-    ("copy_latency_s", "least time of a copy", format_seconds),
+    ("duplex_d2h_bytes_per_s", "and from the GPU then", _rate),
+    ("link_peak_bytes_per_s", "link's peak", _rate),
+    ("copy_latency_s", "copy beside its bytes", format_seconds),
+    ("copy_floor_s", "least time of a copy", format_seconds),
     ("zero_copy_bytes_per_s", "kernels over the link", _rate),
     ("cpu_flops", "CPU products", _teraflops),
     ("host_bytes_per_s", "host memory rate", _rate),
