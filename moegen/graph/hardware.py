@@ -183,9 +183,8 @@ class HardwareSpec:
             else:
                 values[key] = entry
                 source[key] = f"stated in {Path(path).name}"
-        required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
         try:
-            _check_keys(values, required)
+            _check_keys(values, _required())
             return cls(**values, source=source)
         except InvalidInput as e:
             raise InvalidInput(f"{path}: {e}") from e
@@ -234,8 +233,14 @@ class HardwareSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HardwareSpec:
-        """The inverse of :meth:`to_dict`."""
-        _check_keys({k: v for k, v in data.items() if k != "source"}, set(field_names()))
+        """The inverse of :meth:`to_dict`; what may be left out of a YAML file may be here too.
+
+        Raises
+        ------
+        InvalidInput
+            If a key is unknown, missing or out of range.
+        """
+        _check_keys({k: v for k, v in data.items() if k != "source"}, _required())
         return cls(**data)
 
     def kind(self, field: str) -> str:
@@ -290,6 +295,11 @@ class HardwareSpec:
 def field_names() -> list[str]:
     """The fields that a YAML file or ``with_`` may set."""
     return [f.name for f in dataclasses.fields(HardwareSpec) if f.name != "source"]
+
+
+def _required() -> set[str]:
+    fields = dataclasses.fields(HardwareSpec)
+    return {f.name for f in fields if f.default is dataclasses.MISSING} - {"source"}
 
 
 def catalogue() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -23,9 +24,16 @@ if TYPE_CHECKING:
 #: What lanes share. GPU, CPU and the executor's host code ("issue") are counted in seconds of the
 #: whole, the rest in bytes.
 RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu", "issue")
-#: Where a duration comes from, the surest first: a point that was measured, between such points,
-#: beyond them at the physics' slope, from rates alone, given by the caller.
-PROVENANCES = ("measured", "interpolated", "extrapolated", "roofline", "given")
+
+
+class Provenance(enum.StrEnum):
+    """Where a duration comes from, the surest first."""
+
+    MEASURED = "measured"  # at this very point
+    INTERPOLATED = "interpolated"  # between points that were measured
+    EXTRAPOLATED = "extrapolated"  # beyond them, as the roofline goes on
+    ROOFLINE = "roofline"  # from rates alone
+    GIVEN = "given"  # by the caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ class Cost:
     seconds : float
         Duration of the task alone on the machine.
     provenance : str
-        Where the number comes from: one of ``PROVENANCES``, or a word of the caller's.
+        Where the number comes from: a `Provenance`, or a word of the caller's.
     demands : mapping of str to float
         Units of each shared resource that the task uses up over its run.
 
@@ -159,7 +167,7 @@ class CostModel(ABC):
         demands: Mapping[TaskId | str, Mapping[str, float]] | None = None,
         capacities: Mapping[str, float] | None = None,
         duplex: float | Mapping[str, float] | None = None,
-        provenance: str = "given",
+        provenance: str = Provenance.GIVEN,
     ) -> Fixed:
         """Durations given per task or per op: for graphs made by hand, and to replay a run.
 

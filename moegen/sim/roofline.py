@@ -8,7 +8,7 @@ from dataclasses import replace
 from moegen.errors import GraphError
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import Lane, Task, Work
-from moegen.sim.cost import Cost, CostModel, with_duplex
+from moegen.sim.cost import Cost, CostModel, Provenance, with_duplex
 
 # A task of so many times the host code's own time hides it.
 _HIDES = 4
@@ -85,9 +85,9 @@ class Roofline(CostModel):
             demands["cpu"] = seconds
         return Cost(seconds, provenance, demands)
 
-    def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, str]:
+    def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, Provenance]:
         """Seconds on the machine, the executor's host code left out, and their provenance."""
-        return self._physics(op, lane, work), "roofline"
+        return self._physics(op, lane, work), Provenance.ROOFLINE
 
     def _physics(self, op: str, lane: Lane, work: Work) -> float:
         """Seconds by the rates of the machine."""
@@ -123,4 +123,4 @@ class Roofline(CostModel):
         return max(work.h2d_bytes / up, work.d2h_bytes / down, host_bytes / link["host_memory"])
 
 
-_NOTHING = Cost(0.0, "roofline")
+_NOTHING = Cost(0.0, Provenance.ROOFLINE)
