@@ -123,6 +123,39 @@ def test_with_refuses_a_curve_that_falls(curve):
         HardwareSpec.from_name("c2").with_(gpu_efficiency=curve)
 
 
+LINK = (
+    "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
+    "zero_copy_bytes_per_s",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LINK)
+def test_no_rate_is_above_the_links_peak(key):
+    hw = HardwareSpec.from_name("c2").with_(link_peak_bytes_per_s=32e9)
+    with pytest.raises(InvalidInput, match=rf"{key} is 33\.0 GB/s, above the link's peak of 32\.0"):
+        dataclasses.replace(hw, **{key: 33e9})
+    with pytest.raises(InvalidInput, match=f"{key} is"):
+        hw.with_(**{key: 33e9}, link_peak_bytes_per_s=32e9)
+    assert hw.with_(**{key: 31e9}).link_peak_bytes_per_s == 32e9
+    # A faster link is another one, and nothing is known of its peak.
+    other = hw.with_(**{key: 33e9})
+    assert getattr(other, key) == 33e9 and other.link_peak_bytes_per_s is None
+    with pytest.raises(InvalidInput, match=f"{key} must be finite"):
+        hw.with_(**{key: math.nan})
+
+
+def test_a_peak_below_the_rates_is_refused():
+    with pytest.raises(InvalidInput, match="h2d_bytes_per_s is .* GB/s, above the link's peak"):
+        HardwareSpec.from_name("c2").with_(link_peak_bytes_per_s=1e9)
+
+
+def test_a_file_of_rates_above_the_links_peak_is_refused(tmp_path):
+    text = (CATALOGUE / "c2.yaml").read_text() + "link_peak_bytes_per_s: 24.0e+9\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(InvalidInput, match=r"mine\.yaml: h2d_bytes_per_s is 25\.0 GB/s, above"):
+        HardwareSpec.from_yaml(tmp_path / "mine.yaml")
+
+
 def test_with_refuses_an_unknown_key():
     with pytest.raises(InvalidInput, match="unknown hardware key pcie; known are name, gpu_name"):
         HardwareSpec.from_name("c2").with_(pcie=4)
@@ -152,6 +185,10 @@ def test_dict_round_trip():
         hw = HardwareSpec.from_name(name)
         again = HardwareSpec.from_dict(json.loads(json.dumps(hw.to_dict())))
         assert again == hw and again.source == hw.source and hash(again) == hash(hw)
+    data = HardwareSpec.from_name("c2").to_dict()
+    assert HardwareSpec.from_dict({k: v for k, v in data.items() if k != "price_usd"}) is not None
+    with pytest.raises(InvalidInput, match="hardware key launch_s is missing"):
+        HardwareSpec.from_dict({k: v for k, v in data.items() if k != "launch_s"})
 
 
 def machine(tmp_path, *, cgroup: str = "", files: dict[str, str] | None = None):

@@ -246,8 +246,12 @@ class ProfileTable:
                 raise InvalidInput(f"this is no table of measurements ({FORMAT})")
             keys = ("format", "date", "versions", "dtype", "machine", "peaks", "curves")
             _check_keys(data, keys, keys, "the file")
-            if not isinstance(data["machine"], dict):
+            machine = data["machine"]
+            if not isinstance(machine, dict):
                 raise InvalidInput("machine must hold keys and values")
+            source = machine.get("source", {})
+            if not isinstance(source, dict) or not all(isinstance(v, str) for v in source.values()):
+                raise InvalidInput("machine: source must map fields to words")
             if not isinstance(data["curves"], list):
                 raise InvalidInput("curves must be a list")
             curves = []
@@ -257,7 +261,7 @@ class ProfileTable:
                 _check_keys(curve, _CURVE, _CURVE, f"curve {i}")
                 curves.append(Curve(**curve))
             return cls(
-                HardwareSpec.from_dict(data["machine"]),
+                HardwareSpec.from_dict(machine),
                 data["date"],
                 data["versions"],
                 data["dtype"],
