@@ -228,7 +228,10 @@ def false_nvml(*names: str) -> types.SimpleNamespace:
     [
         ("NVIDIA H100 80GB HBM3", 989e12, "class H100"),
         ("NVIDIA A100-SXM4-80GB", 312e12, "class A100"),
-        ("NVIDIA Mystery 1", 111e12, "this GPU is not in the table"),
+        ("NVIDIA H100 PCIe", 756e12, "class H100 PCIe"),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12, "class RTX 6000 Ada"),
+        ("NVIDIA L40S", 362e12, "class L40S"),
+        ("NVIDIA Mystery 1", 111.1e12, "this GPU is not in the table"),
     ],
 )
 def test_detect_with_a_gpu(tmp_path, monkeypatch, name, flops, source):
