@@ -132,28 +132,11 @@ LINK = (
 @pytest.mark.parametrize("key", LINK)
 def test_no_rate_is_above_the_links_peak(key):
     hw = HardwareSpec.from_name("c2").with_(link_peak_bytes_per_s=32e9)
-    with pytest.raises(InvalidInput, match=rf"{key} is 33\.0 GB/s, above the link's peak of 32\.0"):
+    with pytest.raises(InvalidInput, match=rf"{key} 33\.0 GB/s is above the link's peak"):
         dataclasses.replace(hw, **{key: 33e9})
-    with pytest.raises(InvalidInput, match=f"{key} is"):
+    with pytest.raises(InvalidInput, match=rf"{key} 33\.0 GB/s is above"):
         hw.with_(**{key: 33e9}, link_peak_bytes_per_s=32e9)
-    assert hw.with_(**{key: 31e9}).link_peak_bytes_per_s == 32e9
-    # A faster link is another one, and nothing is known of its peak.
-    other = hw.with_(**{key: 33e9})
-    assert getattr(other, key) == 33e9 and other.link_peak_bytes_per_s is None
-    with pytest.raises(InvalidInput, match=f"{key} must be finite"):
-        hw.with_(**{key: math.nan})
-
-
-def test_a_peak_below_the_rates_is_refused():
-    with pytest.raises(InvalidInput, match="h2d_bytes_per_s is .* GB/s, above the link's peak"):
-        HardwareSpec.from_name("c2").with_(link_peak_bytes_per_s=1e9)
-
-
-def test_a_file_of_rates_above_the_links_peak_is_refused(tmp_path):
-    text = (CATALOGUE / "c2.yaml").read_text() + "link_peak_bytes_per_s: 24.0e+9\n"
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(InvalidInput, match=r"mine\.yaml: h2d_bytes_per_s is 25\.0 GB/s, above"):
-        HardwareSpec.from_yaml(tmp_path / "mine.yaml")
+    assert getattr(hw.with_(**{key: 33e9}), key) == 33e9  # another link
 
 
 def test_with_refuses_an_unknown_key():
@@ -265,7 +248,10 @@ def false_nvml(*names: str) -> types.SimpleNamespace:
     [
         ("NVIDIA H100 80GB HBM3", 989e12, "class H100"),
         ("NVIDIA A100-SXM4-80GB", 312e12, "class A100"),
-        ("NVIDIA Mystery 1", 111e12, "this GPU is not in the table"),
+        ("NVIDIA H100 PCIe", 756e12, "class H100 PCIe"),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12, "class RTX 6000 Ada"),
+        ("NVIDIA L40S", 362e12, "class L40S"),
+        ("NVIDIA Mystery 1", 111.1e12, "this GPU is not in the table"),
     ],
 )
 def test_detect_with_a_gpu(tmp_path, monkeypatch, name, flops, source):

@@ -9,22 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moegen.errors import InvalidInput
+from moegen.graph import hardware_parts
+from moegen.graph.hardware_files import read_yaml, with_sources
 from moegen.units import MIB, format_bytes, format_seconds
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
     "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
     "link_peak_bytes_per_s", "copy_floor_s", "gpu_workspace_bytes", "price_usd", "power_w",
+    "rental_usd_per_hour",
 }  # fmt: skip
-_TEXT = {"name", "gpu_name", "cpu_name"}
-# What crosses the link, and so cannot be faster than it.
-_OVER_LINK = (
+_OF_THE_LINK = (
     "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
     "zero_copy_bytes_per_s",
 )  # fmt: skip
+_TEXT = {"name", "gpu_name", "cpu_name"}
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,6 @@ class HardwareSpec:
     duplex_bytes_per_s, duplex_d2h_bytes_per_s : float or None
         Link while both directions run: the first is the limit of each, unless the second gives
         the way from the GPU its own. None where that makes no difference.
-    link_peak_bytes_per_s : float or None
-        What the link's standard allows one direction, where it is known. No rate over the link
-        may be above it.
     copy_latency_s : float
         What a copy takes beside its bytes over the link.
     copy_floor_s : float or None
@@ -78,8 +75,13 @@ class HardwareSpec:
     gpu_workspace_bytes : float or None
         What torch gives the matrix libraries to work in; None where threads of the CPU stand in
         for a GPU, and nothing but what is asked for is taken.
+    link_peak_bytes_per_s : float or None
+        What one direction of the link could carry at most, by its data sheet. No rate of the
+        link may be above it; None where it is not known.
     price_usd, power_w : float or None
         Of the whole machine, where known.
+    rental_usd_per_hour : float or None
+        What a cloud asks for it, where known.
     source : dict
         Where the value of each field comes from, in words that begin with a kind: "measured",
         "data sheet", "implied by the paper", "assumed" and so on.
@@ -107,83 +109,115 @@ class HardwareSpec:
     cpu_call_s: float | None = None
     gpu_call_s: float | None = None
     gpu_workspace_bytes: float | None = 32.0 * MIB  # on a Hopper GPU; others get less
-    duplex_d2h_bytes_per_s: float | None = None
-    link_peak_bytes_per_s: float | None = None
-    copy_floor_s: float | None = None
     price_usd: float | None = None
     power_w: float | None = None
+    rental_usd_per_hour: float | None = None
+    link_peak_bytes_per_s: float | None = None
+    duplex_d2h_bytes_per_s: float | None = None
+    copy_floor_s: float | None = None
     source: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for key in field_names():
-            value = getattr(self, key)
-            if key in _TEXT:
-                if not isinstance(value, str) or not value:
-                    raise InvalidInput(f"{key} must be a name, got {value!r}")
-            elif key == "gpu_efficiency":
-                object.__setattr__(self, key, _curve(value))
-            elif not (value is None and key in _OPTIONAL):
-                object.__setattr__(self, key, _positive(key, value))
-        fast = self._above_peak(self.link_peak_bytes_per_s)
-        if fast:
-            raise InvalidInput(
-                f"{fast} is {_rate(getattr(self, fast))}, above the link's peak of "
-                f"{_rate(self.link_peak_bytes_per_s or 0)} (link_peak_bytes_per_s): the rate was "
-                f"measured wrongly, or it is that of another link"
-            )
-
-    def _above_peak(self, peak: float | None) -> str | None:
-        """A rate over the link that is above ``peak``, by its name."""
-        if peak is None:
-            return None
-        return next((key for key in _OVER_LINK if (getattr(self, key) or 0) > peak), None)
+            object.__setattr__(self, key, _checked(key, getattr(self, key)))
+        peak = self.link_peak_bytes_per_s
+        for key in _OF_THE_LINK:
+            rate = getattr(self, key)
+            if peak is not None and rate is not None and rate > peak:
+                raise InvalidInput(
+                    f"{key} {_rate(rate)} is above the link's peak, link_peak_bytes_per_s "
+                    f"{_rate(peak)}, by {_rate(rate - peak)}: nothing crosses a link faster. "
+                    f"For another link give its peak too"
+                )
 
     @classmethod
     def from_name(cls, name: str) -> HardwareSpec:
-        """A machine of the catalogue: c1, c2, c3 (the paper's testbeds), h200.
+        """A machine of the catalogue, or one by its parts: "rtx-4090+epyc-9354+384GB".
+
+        c1, c2 and c3 are the paper's testbeds and h200 was measured; the others are put together
+        from parts (:meth:`compose`).
 
         Raises
         ------
         InvalidInput
-            If the catalogue has no such machine.
+            If the catalogue has no such machine or part.
         """
-        path = CATALOGUE / f"{str(name).lower()}.yaml"
-        if str(name).lower() not in catalogue():
+        name = str(name)
+        if "+" in name:
+            return cls.compose(**hardware_parts.split(name))
+        if name.lower() not in catalogue():
             raise InvalidInput(
                 f"{name!r} is no machine of the catalogue: it has {', '.join(catalogue())}; "
+                f"parts of it go together as GPU+CPU+MEMORY, such as rtx-4090+epyc-9354+384GB; "
                 f"a file of your own goes to HardwareSpec.from_yaml"
             )
-        return cls.from_yaml(path)
+        return cls.from_yaml(CATALOGUE / f"{name.lower()}.yaml")
+
+    @classmethod
+    def compose(
+        cls, gpu: str, cpu: str, memory: str, link: str | None = None, **given: Any
+    ) -> HardwareSpec:
+        """A machine put together from parts of the catalogue.
+
+        Parameters
+        ----------
+        gpu, cpu : str
+            Such as "rtx-4090" and "epyc-9354"; :func:`~moegen.graph.hardware_parts.parts` lists
+            them.
+        memory : str
+            Its size, and its kind and channels if they are not the fastest and the most that the
+            CPU takes: "384GB", "384GB ddr5-4800 x12".
+        link : str, optional
+            Such as "pcie4-x16"; the fastest that both GPU and CPU have, unless given.
+        **given
+            Fields known better than the parts say, ``name`` too. What follows from them does:
+            ``h2d_bytes_per_s`` for instance makes ``d2h_bytes_per_s``, unless that is given.
+
+        Raises
+        ------
+        InvalidInput
+            If a part is not in the catalogue, parts do not go together, or a field is wrong.
+
+        Examples
+        --------
+        >>> hw = HardwareSpec.compose("rtx-4090", "epyc-9354", "384GB")
+        >>> print(f"{hw.h2d_bytes_per_s / 1e9:.0f} GB/s: {hw.kind('h2d_bytes_per_s')}")
+        25 GB/s: assumed
+        """
+        chosen = {"gpu": gpu, "cpu": cpu, "memory": memory, "link": link}
+        return cls._of_parts(chosen, given, dict.fromkeys(given, "set by the caller"))
+
+    @classmethod
+    def _of_parts(
+        cls, parts: Any, given: dict[str, Any], given_source: dict[str, str]
+    ) -> HardwareSpec:
+        keys = {"gpu", "cpu", "memory", "link"}
+        if not isinstance(parts, dict) or not {"gpu", "cpu", "memory"} <= parts.keys() <= keys:
+            raise InvalidInput(f"parts must name gpu, cpu, memory, and if need be link: {parts!r}")
+        _check_keys(given, set())
+        checked = {key: _checked(key, value) for key, value in given.items()}
+        values, source = hardware_parts.compose(**parts, given=checked)
+        return cls(**values, source=source | given_source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> HardwareSpec:
         """From a file of ``field: {value: ..., source: ...}``, or ``field: value``, in SI units.
+
+        With ``parts: {gpu: ..., cpu: ..., memory: ..., link: ...}``, as :meth:`compose` takes
+        them, only what is known better than the parts say need be there.
 
         Raises
         ------
         InvalidInput
             If the file cannot be read, or a key is unknown, missing or out of range.
         """
+        data = read_yaml(path)
+        stated = f"stated in {Path(path).name}"
+        parts = data.pop("parts", None)
+        values, source = with_sources(data, stated, path)
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as e:
-            raise InvalidInput(f"{path} cannot be read: {e.strerror or e}") from e
-        except (UnicodeDecodeError, yaml.YAMLError) as e:
-            raise InvalidInput(f"{path} cannot be read as YAML: {e}") from e
-        if not isinstance(data, dict):
-            raise InvalidInput(f"{path} must hold keys and values, got {type(data).__name__}")
-        values: dict[str, Any] = {}
-        source: dict[str, str] = {}
-        for key, entry in data.items():
-            if isinstance(entry, dict):
-                if "value" not in entry or entry.keys() - {"value", "source"}:
-                    raise InvalidInput(f"{path}: {key} must have the keys value and source")
-                values[key] = entry["value"]
-                source[key] = str(entry.get("source", f"stated in {Path(path).name}"))
-            else:
-                values[key] = entry
-                source[key] = f"stated in {Path(path).name}"
-        try:
+            if parts is not None:
+                return cls._of_parts(parts, values, source)
             _check_keys(values, _required())
             return cls(**values, source=source)
         except InvalidInput as e:
@@ -199,21 +233,17 @@ class HardwareSpec:
     def with_(self, **changes: Any) -> HardwareSpec:
         """A copy with some fields changed.
 
-        A rate above the link's peak stands for a faster link: its peak is then not known, unless
-        ``link_peak_bytes_per_s`` is given too.
+        New rates of the link are another link's, whose peak is not known unless it is given:
+        ``link_peak_bytes_per_s`` then becomes None.
 
         Raises
         ------
         InvalidInput
-            If a field is unknown, its value is not a finite positive number, or a rate over the
-            link is above the peak that is given with it.
+            If a field is unknown, or its value is not a finite positive number.
         """
         _check_keys(changes, set())
-        peak = self.link_peak_bytes_per_s
-        if peak is not None and "link_peak_bytes_per_s" not in changes:
-            rates = {key: changes[key] for key in _OVER_LINK if changes.get(key) is not None}
-            if any(_positive(key, rate) > peak for key, rate in rates.items()):
-                changes["link_peak_bytes_per_s"] = None
+        if not changes.keys().isdisjoint(_OF_THE_LINK):
+            changes = {"link_peak_bytes_per_s": None} | changes
         source = self.source | {key: "set by the caller" for key in changes}
         return dataclasses.replace(self, **changes, source=source)
 
@@ -338,8 +368,8 @@ def _reached(curve: tuple[tuple[float, float], ...]) -> str:
 
 # What no prediction rests on, or a plan alone.
 _NO_RATES = {
-    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "link_peak_bytes_per_s",
-    "price_usd", "power_w",
+    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "price_usd", "power_w",
+    "rental_usd_per_hour", "link_peak_bytes_per_s",
 }  # fmt: skip
 # What print() shows: the field, what to call it, and its value for people.
 _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -367,6 +397,7 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
+    ("rental_usd_per_hour", "rent", "{:.2f} USD/h".format),
 )
 
 
@@ -379,6 +410,17 @@ def _check_keys(values: dict[str, Any], required: set[str]) -> None:
     missing = [key for key in field_names() if key in required and key not in values]
     if missing:
         raise InvalidInput(f"hardware key {', '.join(missing)} is missing")
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A field's value as it is kept."""
+    if key in _TEXT:
+        if not isinstance(value, str) or not value:
+            raise InvalidInput(f"{key} must be a name, got {value!r}")
+        return value
+    if key == "gpu_efficiency":
+        return _curve(value)
+    return None if value is None and key in _OPTIONAL else _positive(key, value)
 
 
 def _positive(key: str, value: Any) -> float:
