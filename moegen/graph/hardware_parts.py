@@ -28,10 +28,10 @@ _CALLED = {"gpu": "GPU", "cpu": "CPU", "memory": "kind of memory", "link": "link
 _DUPLEX_SHARE, _ZERO_COPY_SHARE, _ATTENTION_SHARE, _ATTENTION_OF_A_CORE = 0.8, 0.9, 0.8, 6e9
 # What MoE-Gen's testbeds are taken to reach, 140 of 204.8 GB/s.
 _HOST_SHARE = 0.7
-_LAUNCH_S, _COPY_LATENCY_S = 1e-5, 2.3e-5
+_LAUNCH_S, _COPY_LATENCY_S, _COPY_FLOOR_S = 1e-5, 1.4e-5, 2.3e-5
 # Measured on an H200: the share of its peak that a product over so many tokens reaches. A GPU that
 # does fewer FLOP for each byte it reads gets there with fewer tokens.
-_H200_CURVE = ((1, 0.0025), (64, 0.163), (256, 0.457), (1024, 0.680), (4096, 0.735))
+_H200_CURVE = ((1, 0.00255), (64, 0.163), (256, 0.457), (1024, 0.680), (4096, 0.735))
 _H200_FLOP_PER_BYTE = 989e12 / 4.8e12
 
 
@@ -143,6 +143,7 @@ def compose(
         "gpu_efficiency": _efficiency(the_gpu),
         "launch_s": _LAUNCH_S,
         "copy_latency_s": _COPY_LATENCY_S,
+        "copy_floor_s": _COPY_FLOOR_S,
     }
     source: Sources = {
         "name": "the names of its parts",
@@ -153,6 +154,7 @@ def compose(
         ),
         "launch_s": "assumed: 10 us a kernel",
         "copy_latency_s": "assumed: as measured on an H200 machine",
+        "copy_floor_s": "assumed: as measured on an H200 machine",
     }
     for x in (the_gpu, the_link):
         fields = x.values.keys() - {"nvml", "link", "price_usd", "power_w"}
