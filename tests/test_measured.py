@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 import moegen as mg
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph import profile_table
+from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.ops import OPS
-from moegen.graph.profile_table import Curve, ProfileTable, profiles
+from moegen.graph.profile_table import ProfileTable, profiles
 from moegen.graph.task import NO_WORK, Work
 from moegen.plot.labels import provenance_caption
 from moegen.sim.cost import CostModel, Provenance

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moegen.errors import GraphError
+from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.profile_table import Curve, ProfileTable, profiles
+from moegen.graph.profile_table import ProfileTable, profiles
 from moegen.graph.task import Lane, Work
 from moegen.sim.cost import CostModel, Provenance
 from moegen.sim.roofline import Roofline
