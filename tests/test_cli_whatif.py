@@ -82,6 +82,7 @@ def test_wrong_points_are_refused(capsys, command, flags, reason):
         ("--hw c4", "'c4' is no file, and none of c1, c2, c3, h200"),
         ("--hw c4", "--hw rtx-4090+epyc-9354+384GB"),
         ("--hw rtx-4090+epyc-9354", "--hw: 'rtx-4090+epyc-9354' names no machine by its parts"),
+        ("--hw rtx-4090", "--hw: 'rtx-4090' is a GPU, and a machine has a CPU"),
         ("--hw rtx-4091+epyc-9354+1TB", "--hw: 'rtx-4091' is no GPU of the catalogue"),
         ("--hw c4", "--hw FILE.yaml: a copy of "),
         ("--hw none.yaml", "none.yaml cannot be read: No such file or directory\n"),

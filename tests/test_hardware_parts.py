@@ -159,6 +159,11 @@ def test_no_rate_is_above_the_links_peak():
     assert h200.with_(launch_s=1e-6).link_peak_bytes_per_s == h200.link_peak_bytes_per_s
 
 
+def test_a_gpu_is_no_machine():
+    with pytest.raises(InvalidInput, match=r"'RTX-4090' is a GPU.*rtx-4090\+epyc-9354\+384GB"):
+        HardwareSpec.from_name("RTX-4090")
+
+
 def test_names_of_machines_by_their_parts():
     a = HardwareSpec.from_name("RTX-4090+EPYC-9354+384GB ddr5-4800 x12+pcie4-x8")
     b = compose("rtx-4090", "epyc-9354", "384GB x12", "pcie4-x8")
@@ -180,6 +185,8 @@ def test_yaml_with_parts(tmp_path):
     assert hw.kind("h2d_bytes_per_s") == "measured"
     assert hw.source["price_usd"] == "stated in mine.yaml"
     assert hw.d2h_bytes_per_s == 26.1e9
+    path.write_text("parts: {gpu: rtx-4090, cpu: epyc-9354, memory: 384e9}\n")
+    assert HardwareSpec.from_yaml(path).host_memory_bytes == 384e9
     for parts_, said in (("[l4]", "parts must name gpu"), ("{gpu: l4}", "parts must name gpu")):
         path.write_text(f"parts: {parts_}\n")
         with pytest.raises(InvalidInput, match=rf"mine\.yaml: {said}"):

@@ -14,6 +14,7 @@ import moegen as mg
 from moegen import jobs
 from moegen.errors import InvalidInput
 from moegen.graph import hardware
+from moegen.graph.hardware_parts import parts
 from moegen.units import parse_bytes
 
 
@@ -98,7 +99,7 @@ def machine(name: str) -> mg.HardwareSpec:
         return mg.HardwareSpec.detect()
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         return mg.HardwareSpec.from_yaml(name)
-    if "+" in name:
+    if "+" in name or name.lower() in parts("gpu"):
         with naming("--hw"):
             return mg.HardwareSpec.from_name(name)
     if name.lower() not in hardware.catalogue():

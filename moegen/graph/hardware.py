@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moegen.errors import InvalidInput
-from moegen.graph import hardware_parts
+from moegen.graph import hardware_parts, hardware_text
 from moegen.graph.hardware_files import read_yaml, with_sources
-from moegen.units import MIB, format_bytes, format_seconds
+from moegen.units import MIB
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
@@ -124,10 +123,10 @@ class HardwareSpec:
         for key in _OF_THE_LINK:
             rate = getattr(self, key)
             if peak is not None and rate is not None and rate > peak:
+                shown, most, over = map(hardware_text.rate, (rate, peak, rate - peak))
                 raise InvalidInput(
-                    f"{key} {_rate(rate)} is above the link's peak, link_peak_bytes_per_s "
-                    f"{_rate(peak)}, by {_rate(rate - peak)}: nothing crosses a link faster. "
-                    f"For another link give its peak too"
+                    f"{key} {shown} is above the link's peak, link_peak_bytes_per_s {most}, by "
+                    f"{over}: nothing crosses a link faster. For another link give its peak too"
                 )
 
     @classmethod
@@ -145,6 +144,11 @@ class HardwareSpec:
         name = str(name)
         if "+" in name:
             return cls.compose(**hardware_parts.split(name))
+        if name.lower() in hardware_parts.parts("gpu"):
+            raise InvalidInput(
+                f"{name!r} is a GPU, and a machine has a CPU and host memory too: write for "
+                f"example {name.lower()}+epyc-9354+384GB"
+            )
         if name.lower() not in catalogue():
             raise InvalidInput(
                 f"{name!r} is no machine of the catalogue: it has {', '.join(catalogue())}; "
@@ -290,36 +294,19 @@ class HardwareSpec:
         """
         if field not in field_names():
             raise InvalidInput(f"no such field: {field!r}; fields are {', '.join(field_names())}")
-        text = self.source.get(field, "")
-        if not text:
-            return "no source"
-        return next((kind for start, kind in _KINDS.items() if text.startswith(start)), "stated")
+        return hardware_text.kind(self.source.get(field, ""))
 
     @property
     def rates(self) -> dict[str, str]:
         """What predictions rest on: each field that has a value, and what to call it."""
-        return {key: label for key, label, _ in self._shown() if key not in _NO_RATES}
+        return hardware_text.rates(self)
 
     def explain(self) -> str:
         """Each field's value with its source in full, a line each."""
-        lines = (
-            f"  {key:<22} {text(getattr(self, key)):>16}  {self.source.get(key, 'no source')}"
-            for key, _, text in self._shown()
-        )
-        return "\n".join([self._title(), *lines])
+        return hardware_text.explained(self)
 
     def __str__(self) -> str:
-        lines = (
-            f"  {label:<22} {text(getattr(self, key)):>16}  {self.kind(key)}"
-            for key, label, text in self._shown()
-        )
-        return "\n".join([self._title(), *lines, "  hw.explain() gives each source in full"])
-
-    def _title(self) -> str:
-        return f"HardwareSpec {self.name}: {self.gpu_name}; {self.cpu_name}"
-
-    def _shown(self) -> list[tuple[str, str, Callable[[Any], str]]]:
-        return [line for line in _LINES if getattr(self, line[0]) is not None]
+        return hardware_text.shown(self)
 
 
 def field_names() -> list[str]:
@@ -335,70 +322,6 @@ def _required() -> set[str]:
 def catalogue() -> list[str]:
     """Names of the machines that ship with moegen."""
     return sorted(p.stem for p in CATALOGUE.glob("*.yaml"))
-
-
-# How a source begins, and the kind that it is then.
-_KINDS = {
-    "measured": "measured",
-    "data sheet": "data sheet",
-    "implied by the paper": "implied by the paper",
-    "assumed": "assumed",
-    "MoE-Gen": "the paper",
-    "set by the caller": "set by the caller",
-    "NVML": "read from the system",
-    "/proc": "read from the system",
-    "cgroup": "read from the system",
-    "sysconf": "read from the system",
-    "host name": "read from the system",
-}
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1e9:.1f} GB/s"
-
-
-def _teraflops(value: float) -> str:
-    return f"{value / 1e12:.4g} TFLOP/s"
-
-
-def _reached(curve: tuple[tuple[float, float], ...]) -> str:
-    (_, least), (_, most) = curve[0], curve[-1]
-    return f"{least:.1%} to {most:.0%}"
-
-
-# What no prediction rests on, or a plan alone.
-_NO_RATES = {
-    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "price_usd", "power_w",
-    "rental_usd_per_hour", "link_peak_bytes_per_s",
-}  # fmt: skip
-# What print() shows: the field, what to call it, and its value for people.
-_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("gpu_memory_bytes", "GPU memory", format_bytes),
-    ("host_memory_bytes", "host memory", format_bytes),
-    ("gpu_flops", "GPU products", _teraflops),
-    ("gpu_efficiency", "GPU efficiency", _reached),
-    ("gpu_bytes_per_s", "GPU memory rate", _rate),
-    ("launch_s", "least time of a kernel", format_seconds),
-    ("h2d_bytes_per_s", "link to the GPU", _rate),
-    ("d2h_bytes_per_s", "link from the GPU", _rate),
-    ("duplex_bytes_per_s", "link both ways at once", _rate),
-    ("duplex_d2h_bytes_per_s", "and from the GPU then", _rate),
-    ("link_peak_bytes_per_s", "link's peak", _rate),
-    ("copy_latency_s", "copy beside its bytes", format_seconds),
-    ("copy_floor_s", "least time of a copy", format_seconds),
-    ("zero_copy_bytes_per_s", "kernels over the link", _rate),
-    ("cpu_flops", "CPU products", _teraflops),
-    ("host_bytes_per_s", "host memory rate", _rate),
-    ("cpu_attn_bytes_per_s", "CPU attention's KV", _rate),
-    ("cpu_attn_flops", "CPU attention's FLOPs", _teraflops),
-    ("task_s", "host code of a task", format_seconds),
-    ("cpu_call_s", "call of CPU attention", format_seconds),
-    ("gpu_call_s", "call on the GPU lane", format_seconds),
-    ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
-    ("price_usd", "price", "{:.0f} USD".format),
-    ("power_w", "power", "{:.0f} W".format),
-    ("rental_usd_per_hour", "rent", "{:.2f} USD/h".format),
-)
 
 
 def _check_keys(values: dict[str, Any], required: set[str]) -> None:

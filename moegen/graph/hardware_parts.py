@@ -26,8 +26,6 @@ _CALLED = {"gpu": "GPU", "cpu": "CPU", "memory": "kind of memory", "link": "link
 
 # Measured on one H200 machine: 44.0 of 55.0 GB/s, 50 of 55.0, 98 of 120, and 98 by 16 threads.
 _DUPLEX_SHARE, _ZERO_COPY_SHARE, _ATTENTION_SHARE, _ATTENTION_OF_A_CORE = 0.8, 0.9, 0.8, 6e9
-# What MoE-Gen's testbeds are taken to reach, 140 of 204.8 GB/s.
-_HOST_SHARE = 0.7
 _LAUNCH_S, _COPY_LATENCY_S, _COPY_FLOOR_S = 1e-5, 1.4e-5, 2.3e-5
 # Measured on an H200: the share of its peak that a product over so many tokens reaches. A GPU that
 # does fewer FLOP for each byte it reads gets there with fewer tokens.
@@ -134,6 +132,7 @@ def compose(
         If a part is not known, or parts do not go together.
     """
     the_gpu, the_cpu = part("gpu", gpu), part("cpu", cpu)
+    memory = str(memory)  # YAML has plain numbers too
     size, kind, channels = _memory(memory, the_cpu)
     the_link = _link(link, the_gpu, the_cpu)
     values: Values = {
@@ -157,7 +156,7 @@ def compose(
         "copy_floor_s": "assumed: as measured on an H200 machine",
     }
     for x in (the_gpu, the_link):
-        fields = x.values.keys() - {"nvml", "link", "price_usd", "power_w"}
+        fields = [k for k in x.values if k not in ("nvml", "link", "price_usd", "power_w")]
         values |= {key: x.values[key] for key in fields}
         source |= {key: x.source[key] for key in fields}
     for key, (value, how) in _bill(the_gpu, the_cpu, kind, size).items():
@@ -172,7 +171,7 @@ def compose(
 def _memory(text: str, cpu: Part) -> tuple[int, Part, int]:
     """Size in bytes, kind and channels of memory beside a CPU."""
     channels, kind, size = cpu.values["channels"], cpu.values["memory"], []
-    for word in str(text).lower().split():
+    for word in text.lower().split():
         if word[0] == "x" and word[1:].isdigit():
             channels = int(word[1:])
         elif "-" in word or word in parts("memory"):
@@ -270,7 +269,8 @@ def _derived(
         cpu_flops = cores * clock_ghz * 1e9 * each
         flops_how = f"data sheet: {cores} cores x {clock_ghz} GHz x {each} float32 FLOP a cycle"
     cpu_flops = float(values.get("cpu_flops", cpu_flops))
-    host = float(values.get("host_bytes_per_s", _HOST_SHARE * peak))
+    host_share = memory.values["host_share"]
+    host = float(values.get("host_bytes_per_s", host_share * peak))
     by_memory, by_cores = _ATTENTION_SHARE * host, _ATTENTION_OF_A_CORE * cores
     attention_how = (
         f"{_ATTENTION_SHARE:.0%} of host memory's rate (measured on an H200 machine: 98 of 120)"
@@ -290,7 +290,8 @@ def _derived(
         "cpu_flops": (cpu_flops, flops_how),
         "host_bytes_per_s": (
             host,
-            f"assumed: {_HOST_SHARE:.0%} of the {peak / 1e9:.1f} GB/s of {over}",
+            f"assumed: {host_share:.0%} of the {peak / 1e9:.1f} GB/s of {over} "
+            f"({memory.source['host_share'].removeprefix('assumed: ')})",
         ),
         "cpu_attn_bytes_per_s": (min(by_memory, by_cores), f"assumed: {attention_how}"),
         "cpu_attn_flops": (
