@@ -487,7 +487,10 @@ def test_a_file_is_this_machines_by_default(path, monkeypatch):
 
 def test_the_h200s_table_is_by_name_and_of_the_catalogues_machine():
     assert profiles() == ["h200"]
-    assert ProfileTable.from_name("h200").machine == HardwareSpec.from_name("h200")
+    machine, hw = ProfileTable.from_name("h200").machine, HardwareSpec.from_name("h200")
+    assert {k: getattr(machine, k) for k in machine.rates} == {
+        k: getattr(hw, k) for k in machine.rates
+    }
     cost = CostModel.from_profile("h200", hw=HardwareSpec.from_name("h200"))
     assert repr(cost) == "CostModel.from_profile(h200, measured 2026-11-30)"
     assert repr(CostModel.from_profile("h200")) == repr(cost)

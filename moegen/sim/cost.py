@@ -69,7 +69,16 @@ class Cost:
 
 
 class CostModel(ABC):
-    """Turns the work of a task into time. Subclasses give ``estimate`` and ``capacities``."""
+    """Turns the work of a task into time. Subclasses give ``estimate`` and ``capacities``.
+
+    Attributes
+    ----------
+    by_work : bool
+        Whether op, lane and work are all that an estimate depends on. Tasks that have them in
+        common are then estimated once.
+    """
+
+    by_work = False
 
     @abstractmethod
     def estimate(self, task: Task) -> Cost:

@@ -31,6 +31,8 @@ class Roofline(CostModel):
         The machine. ``hw.with_(...)`` replaces single rates, by measured ones for example.
     """
 
+    by_work = True
+
     def __init__(self, hw: HardwareSpec) -> None:
         self.hw = hw
         self._full = {
