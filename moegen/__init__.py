@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
 
     from moegen import plot
     from moegen.comparison import compare
+    from moegen.economics import tokens_per_joule, tokens_per_usd
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
     from moegen.exec.engine import Engine
     from moegen.graph.build import build
@@ -63,6 +64,8 @@ __all__ = [
     "memory",
     "plot",
     "simulate",
+    "tokens_per_joule",
+    "tokens_per_usd",
 ]
 
 # The extra `run` brings these; without it everything but running works.
@@ -95,6 +98,8 @@ _HOME = {
     "critical_path_s": "moegen.sim.bounds",
     "memory": "moegen.graph.memory",
     "simulate": "moegen.sim.engine",
+    "tokens_per_joule": "moegen.economics",
+    "tokens_per_usd": "moegen.economics",
 }
 
 
