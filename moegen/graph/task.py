@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import networkx as nx
 
 from moegen.errors import GraphError
+from moegen.graph.structure import Structure
 
 if TYPE_CHECKING:
     from moegen.graph.model import ModelSpec, Phase
@@ -233,6 +234,11 @@ class TaskGraph:
         What the graph was built from; None for graphs made by hand.
     n_steps : int
         1 for a step's structure, n after ``unroll(n)``.
+
+    Attributes
+    ----------
+    structure : Structure
+        Edges and lanes in positions of tasks; the same object for every shape that is bound.
     """
 
     tasks: tuple[Task, ...]
@@ -244,6 +250,7 @@ class TaskGraph:
     layout: Layout | None = None
     shape: Shape | None = None
     n_steps: int = 1
+    structure: Structure = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -253,16 +260,22 @@ class TaskGraph:
         if len(position) != len(self.tasks):
             raise GraphError("two tasks of the graph have the same TaskId")
         followers: list[list[int]] = [[] for _ in self.tasks]
+        pairs: list[tuple[int, int, int]] = []
         for src, dst, reason in self.edges:
-            if src not in position or dst not in position:
+            u, v, distance = position.get(src), position.get(dst), reason.distance
+            if u is None or v is None:
                 raise GraphError(f"edge {src} -> {dst} names a task the graph does not have")
-            if reason.distance == 0:
-                followers[position[src]].append(position[dst])
-            elif reason.distance != 1:
-                raise GraphError(f"edge {src} -> {dst} spans {reason.distance} steps")
+            if distance == 0:
+                followers[u].append(v)
+            elif distance != 1:
+                raise GraphError(f"edge {src} -> {dst} spans {distance} steps")
+            pairs.append((u, v, distance))
         if not _acyclic(followers):
             cycle = nx.find_cycle(self.step_dag)
             raise GraphError("tasks wait for each other: " + " -> ".join(str(u) for u, _ in cycle))
+        lanes = {lane: number for number, lane in enumerate(Lane)}
+        structure = Structure(tuple(lanes[t.lane] for t in self.tasks), tuple(pairs))
+        object.__setattr__(self, "structure", structure)
 
     def __getitem__(self, task_id: TaskId) -> Task:
         return self._by_id[task_id]
@@ -287,6 +300,27 @@ class TaskGraph:
     @cached_property
     def _by_id(self) -> dict[TaskId, Task]:
         return {t.id: t for t in self.tasks}
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Task, ...], tuple[int, ...]]:
+        """One task of each kind, and each task's kind, shape [n].
+
+        Tasks are of one kind if op, lane and work are the same: most layers are alike.
+        """
+        works: dict[Work | None, int] = {}
+        seen: dict[int, int] = {}  # by identity: hashing work takes longer than all the rest
+        numbers: dict[tuple[str, Lane, int], int] = {}
+        examples: list[Task] = []
+        of = []
+        for t in self.tasks:
+            work = seen.get(id(t.work))
+            if work is None:
+                work = seen[id(t.work)] = works.setdefault(t.work, len(works))
+            number = numbers.setdefault((t.id.op, t.lane, work), len(examples))
+            if number == len(examples):
+                examples.append(t)
+            of.append(number)
+        return tuple(examples), tuple(of)
 
     @cached_property
     def lanes(self) -> Mapping[Lane, tuple[Task, ...]]:

@@ -51,7 +51,16 @@ class Cost:
 
 
 class CostModel(ABC):
-    """Turns the work of a task into time. Subclasses give ``estimate`` and ``capacities``."""
+    """Turns the work of a task into time. Subclasses give ``estimate`` and ``capacities``.
+
+    Attributes
+    ----------
+    by_work : bool
+        Whether op, lane and work are all that an estimate depends on. Tasks that have them in
+        common are then estimated once.
+    """
+
+    by_work = False
 
     @abstractmethod
     def estimate(self, task: Task) -> Cost:
@@ -133,6 +142,8 @@ class Roofline(CostModel):
     hw : HardwareSpec
         The machine. ``hw.with_(...)`` replaces single rates, by measured ones for example.
     """
+
+    by_work = True
 
     def __init__(self, hw: HardwareSpec) -> None:
         self.hw = hw
