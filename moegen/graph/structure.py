@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice
 
-#: Position of the task that is waited for, seen from the step that waits: below 0 it is the
-#: step before.
+#: For each task those that it waits for; see :class:`Structure`.
 Waits = tuple[tuple[int, ...], ...]
 
 
@@ -47,32 +45,27 @@ class Structure:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Each task after all that it waits for within the step, else in program order.
+        """Each task after all that it waits for within the step: the lanes run turn by turn.
 
-        Shorter than ``n`` if edges contradict the order within a lane: the rest never run.
+        Shorter than ``n`` if tasks wait for each other, by edges and by the order within lanes:
+        the rest never run.
         """
-        if all(src < dst for src, dst, distance in self.edges if not distance):
-            return tuple(range(self.n))
-        followers: list[list[int]] = [[] for _ in range(self.n)]
-        for queue in self.lanes:
-            for u, v in pairwise(queue):
-                followers[u].append(v)
-        for src, dst, distance in self.edges:
-            if not distance:
-                followers[src].append(dst)
-        missing = [0] * self.n
-        for after in followers:
-            for v in after:
-                missing[v] += 1
-        ready = [v for v in range(self.n) if not missing[v]]
-        order = []
-        while ready:
-            u = heapq.heappop(ready)
-            order.append(u)
-            for v in followers[u]:
-                missing[v] -= 1
-                if not missing[v]:
-                    heapq.heappush(ready, v)
+        done = [0] * len(self.lanes)
+        last = self._last
+        order: list[int] = []
+        so_far = -1
+        while len(order) > so_far:
+            so_far = len(order)
+            for lane, queue in enumerate(self.lanes):
+                for v in islice(queue, done[lane], None):
+                    for other, place in last[v].items():
+                        if done[other] <= place:
+                            break
+                    else:
+                        order.append(v)
+                        done[lane] += 1
+                        continue
+                    break
         return tuple(order)
 
     @cached_property
@@ -83,13 +76,15 @@ class Structure:
     @cached_property
     def later(self) -> Waits:
         """The same in every step after the first."""
-        return self._reduce(self._reduced[1], first=False)[0]
+        return self._reduce(self._last_across, self._reduced[1])[0]
 
     @cached_property
     def _reduced(self) -> tuple[Waits, list[list[int]]]:
-        return self._reduce([], first=True)
+        return self._reduce(self._last)
 
-    def _reduce(self, known: Sequence[list[int]], first: bool) -> tuple[Waits, list[list[int]]]:
+    def _reduce(
+        self, last: Sequence[dict[int, int]], known: Sequence[list[int]] = ()
+    ) -> tuple[Waits, list[list[int]]]:
         """Drop the waits that are implied, and say what each task's end implies.
 
         By vector clocks: ``known[v][lane]`` is the last task of another lane that must have ended
@@ -100,72 +95,85 @@ class Structure:
         as well. Taking every such edge out of an acyclic graph leaves who is before whom as it
         was: it is a transitive reduction.
         """
-        n, lanes, lane_of = self.n, self.lanes, self._lane_numbers
+        n, lanes, lane_of = self.n, self.lanes, self._lanes_of
         sizes = [len(queue) for queue in lanes]
-        last = self._last_of_lanes(first)
         nothing = [-2 * size - 1 for size in sizes]
         ends = [nothing] * n
         # The clock of each lane's last task so far. Tasks that wait for nothing new share one.
-        now = [nothing] * len(lanes)
-        if not first:
-            known = [[p - size for p, size in zip(clock, sizes, strict=True)] for clock in known]
-            now = [known[queue[-1]] for queue in lanes]
+        clocks = [nothing] * len(lanes)
+        before = [[p - size for p, size in zip(clock, sizes, strict=True)] for clock in known]
+        if before:
+            clocks = [before[queue[-1]] for queue in lanes]
         reduced: list[tuple[int, ...]] = [()] * n
         for v in self.order:
             lane = lane_of[v]
-            clock = now[lane]
-            fresh = {other: q for other, q in last[v].items() if q > clock[other]}
-            if fresh:
-                clocks = {
-                    other: (ends if q >= 0 else known)[lanes[other][q]]
-                    for other, q in fresh.items()
-                }
-                kept = fresh
-                if len(fresh) > 1:
-                    kept = {
-                        other: q
-                        for other, q in fresh.items()
-                        if not any(c[other] >= q for o, c in clocks.items() if o != other)
-                    }
-                reduced[v] = tuple(
-                    [lanes[other][q] - (n if q < 0 else 0) for other, q in kept.items()]
-                )
-                now[lane] = clock = list(map(max, clock, *clocks.values()))
-                for other, q in fresh.items():
-                    clock[other] = max(clock[other], q)
-            ends[v] = clock
-        never = set(range(n)).difference(self.order)
-        for v in never:
-            reduced[v] = ()
-        for src, dst, distance in self.edges if never else ():
-            if dst in never and not (first and distance):
-                reduced[dst] += (src - distance * n,)
+            clock = clocks[lane]
+            merged = clock
+            for other, place in last[v].items():
+                if place > clock[other]:
+                    u = lanes[other][place]
+                    merged = list(map(max, merged, ends[u] if place >= 0 else before[u]))
+            if merged is not clock:
+                waits = []
+                for other, place in last[v].items():
+                    if place > merged[other]:  # no other one implies it
+                        u = lanes[other][place]
+                        waits.append(u if place >= 0 else u - n)
+                        merged[other] = place
+                reduced[v] = tuple(waits)
+                clocks[lane] = merged
+            ends[v] = merged
+        for v in set(range(n)).difference(self.order):
+            reduced[v] = tuple([lanes[other][p] - n * (p < 0) for other, p in last[v].items()])
         return tuple(reduced), ends
 
-    def _last_of_lanes(self, first: bool) -> list[dict[int, int]]:
-        """For each task and other lane the last task there that it waits for, by its place.
+    @cached_property
+    def _last(self) -> list[dict[int, int]]:
+        """For each task the last one of each lane that it waits for, as its place in the queue.
 
-        Places in the step before are below 0, the last one -1.
+        Those of its own lane are left out, but for one that comes after it: the two never run.
         """
-        lane_of = self._lane_numbers
-        sizes = [len(queue) for queue in self.lanes]
-        place = [0] * self.n
-        for queue in self.lanes:
-            for p, v in enumerate(queue):
-                place[v] = p
         last: list[dict[int, int]] = [{} for _ in range(self.n)]
+        lane_of, places = self._lanes_of, self._places
         for src, dst, distance in self.edges:
-            lane = lane_of[src]
-            if lane == lane_of[dst] or (distance and first):
-                continue  # a lane's queue sees to its own tasks
-            p = place[src] - sizes[lane] if distance else place[src]
-            waits = last[dst]
-            if lane not in waits or waits[lane] < p:
-                waits[lane] = p
+            if distance:
+                continue
+            lane, place, waits = lane_of[src], places[src], last[dst]
+            if lane == lane_of[dst] and place < places[dst]:
+                continue
+            if lane not in waits or waits[lane] < place:
+                waits[lane] = place
         return last
 
     @cached_property
-    def _lane_numbers(self) -> list[int]:
+    def _last_across(self) -> list[dict[int, int]]:
+        """The same with the step before, where places are below 0 and the last one is -1."""
+        last = [waits.copy() for waits in self._last]
+        lane_of, places = self._lanes_of, self._places
+        sizes = [len(queue) for queue in self.lanes]
+        for src, dst, distance in self.edges:
+            lane, waits = lane_of[src], last[dst]
+            if not distance or lane == lane_of[dst]:
+                continue
+            place = places[src] - sizes[lane]
+            if lane not in waits or waits[lane] < place:
+                waits[lane] = place
+        return last
+
+    @cached_property
+    def _lanes_of(self) -> list[int]:
         """Each task's lane as its place in ``lanes``."""
-        numbers = {lane: k for k, lane in enumerate(sorted(set(self.lane_of)))}
-        return [numbers[lane] for lane in self.lane_of]
+        lane_of = [0] * self.n
+        for lane, queue in enumerate(self.lanes):
+            for v in queue:
+                lane_of[v] = lane
+        return lane_of
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Each task's place in its lane's queue."""
+        places = [0] * self.n
+        for queue in self.lanes:
+            for place, v in enumerate(queue):
+                places[v] = place
+        return places
