@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 
 #: For each task those that it waits for; see :class:`Structure`.
 Waits = tuple[tuple[int, ...], ...]
@@ -77,6 +77,17 @@ class Structure:
     def later(self) -> Waits:
         """The same in every step after the first."""
         return self._reduce(self._last_across, self._reduced[1])[0]
+
+    def with_lanes(self, later: bool = False) -> Waits:
+        """``first``, or ``later``, with the task ahead in the lane: all whom a task waits for."""
+        waits = self.later if later else self.first
+        ahead: list[tuple[int, ...]] = [()] * self.n
+        for queue in self.lanes:
+            if later:
+                ahead[queue[0]] = (queue[-1] - self.n,)
+            for u, v in pairwise(queue):
+                ahead[v] = (u,)
+        return tuple([a + w for a, w in zip(ahead, waits, strict=True)])
 
     @cached_property
     def _reduced(self) -> tuple[Waits, list[list[int]]]:

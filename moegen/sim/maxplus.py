@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from moegen.errors import DeadlockError, GraphError, InvalidInput
-from moegen.graph.structure import Waits
 from moegen.graph.task import TaskGraph
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import count_steps, estimates
@@ -62,25 +60,15 @@ class Compiled:
         self._g = g
         self._steps = count_steps(g, steps)
         self.n_tasks = len(g) * self._steps
+        refuse_deadlock(g)
         structure = g.structure
-        if len(structure.order) < len(g):
-            stuck = set(range(len(g))).difference(structure.order)
-            names = ", ".join(str(g.tasks[v].id) for v in sorted(stuck))
-            raise DeadlockError(
-                f"edges contradict the order within a lane; these never run: {names}"
-            )
-        self._first = self._program(structure.first, across=False)
-        self._later = self._program(structure.later, across=True) if self._steps > 1 else []
+        first = structure.with_lanes()
+        self._first: Program = [(v, first[v]) for v in structure.order]
+        self._later: Program = []
+        if self._steps > 1:
+            later = structure.with_lanes(later=True)
+            self._later = [(v, later[v]) for v in structure.order]
         self._last = [queue[-1] for queue in structure.lanes]
-
-    def _program(self, waits: Waits, across: bool) -> Program:
-        """Each task and whom it waits for: the task ahead in its lane, and those of other lanes."""
-        structure = self._g.structure
-        ahead: dict[int, tuple[int, ...]] = {}
-        for queue in structure.lanes:
-            ahead[queue[0]] = (queue[-1] - structure.n,) if across else ()
-            ahead.update((v, (u,)) for u, v in pairwise(queue))
-        return [(v, ahead[v] + waits[v]) for v in structure.order]
 
     def __repr__(self) -> str:
         return f"<Compiled {len(self._g)} tasks, {self._steps} step(s)>"
@@ -181,6 +169,14 @@ class Compiled:
                 _advance(self._later if k else self._first, rows, before, start[:size])
                 yield block, k, rows
                 before = rows
+
+
+def refuse_deadlock(g: TaskGraph) -> None:
+    """Raise DeadlockError, naming the tasks, if edges contradict the order within a lane."""
+    stuck = set(range(len(g))).difference(g.structure.order)
+    if stuck:
+        names = ", ".join(str(g.tasks[v].id) for v in sorted(stuck))
+        raise DeadlockError(f"edges contradict the order within a lane; these never run: {names}")
 
 
 def _advance(program: Program, rows: Rows, before: Rows, start: np.ndarray) -> None:
