@@ -11,7 +11,7 @@ from handmade import edge, task, times
 from moegen.graph.task import Task, TaskGraph
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
-from moegen.sim.sharing import fair_speeds
+from moegen.sim.sharing import fair_speeds, fair_speeds_of_many
 
 
 def units(loads: list[dict[str, float]], capacities: dict[str, float]) -> list[float]:
@@ -91,6 +91,23 @@ def test_nothing_is_wasted_and_nobody_is_treated_worse_than_others():
                 bottlenecks = [r for r in full & load.keys()]
                 assert any(drawn[r][i] >= max(drawn[r]) * (1 - 1e-9) for r in bottlenecks)
     assert slowed > 300
+
+
+def test_many_sets_of_tasks_at_once_go_at_the_same_speeds():
+    rng = np.random.default_rng(12)
+    capacities = rng.uniform(1, 10, (500, 3))
+    draws = rng.uniform(0.05, 1, (500, 5, 3)) * capacities[:, None, :]
+    draws *= rng.random(draws.shape) < 0.6
+    capacities[:50, 1] = np.inf
+    speeds = fair_speeds_of_many(draws, capacities)
+    for i in range(len(draws)):
+        loads = [{str(r): x for r, x in enumerate(row) if x} for row in draws[i].tolist()]
+        limits = {str(r): x for r, x in enumerate(capacities[i].tolist())}
+        alone = fair_speeds(loads, limits)
+        assert speeds[i] == pytest.approx(alone, rel=1e-9)
+    assert (speeds < 1).any(axis=1).sum() > 200
+    light = np.full((2, 5, 3), 0.1)
+    assert (fair_speeds_of_many(light, np.ones(3)) == 1.0).all()
 
 
 class TwoWay(CostModel):

@@ -127,3 +127,70 @@ def critical_waits(
         if within:
             critical[v] = within
     return critical
+
+
+def on_every_cycle(waits: Waits, known: Cycle, n: int) -> set[int]:
+    """The tasks that every cycle goes through.
+
+    Without such a task no cycle is left; and once it is cut there, a task is on all ways round
+    if no wait leads past it.
+
+    Parameters
+    ----------
+    waits : mapping of int to tuple of int
+        Waits that all lie on cycles.
+    known : Cycle
+        Any of the cycles: only its tasks come into question.
+    n : int
+        Tasks of a step.
+    """
+    graph = {v: [u % n for u in us] for v, us in waits.items()}
+    candidates = list(known.tasks)
+    while candidates:
+        cut = candidates[0]
+        order, left = _sort_without(cut, graph)
+        if not left:
+            return _never_passed(cut, order, graph)
+        # Some cycle does without it: only what they have in common remains.
+        path: dict[int, None] = {}
+        v = next(iter(left))
+        while v not in path:
+            path[v] = None
+            v = next(u for u in graph[v] if u in left)
+        ring = list(path)
+        other = set(ring[ring.index(v) :])
+        candidates = [u for u in candidates if u in other]
+    return set()
+
+
+def _sort_without(cut: int, graph: Mapping[int, list[int]]) -> tuple[list[int], set[int]]:
+    """Topological order of all but one, and what has none: what is on cycles or behind them."""
+    missing = {v: sum(u != cut for u in us) for v, us in graph.items() if v != cut}
+    after: dict[int, list[int]] = {v: [] for v in graph}
+    for v, us in graph.items():
+        for u in us:
+            after[u].append(v)
+    order = [v for v, waits in missing.items() if not waits]
+    for u in order:  # grows as it goes
+        for v in after[u]:
+            if v != cut:
+                missing[v] -= 1
+                if not missing[v]:
+                    order.append(v)
+    return order, missing.keys() - set(order)
+
+
+def _never_passed(cut: int, order: Sequence[int], graph: Mapping[int, list[int]]) -> set[int]:
+    place = {v: k for k, v in enumerate(order, start=1)}
+    farthest = [0] * (len(order) + 2)  # that waits lead from each place
+    for v, us in graph.items():
+        to = place.get(v, len(order) + 1)
+        for u in us:
+            begin = place.get(u, 0)
+            farthest[begin] = max(farthest[begin], to)
+    common, reached = {cut}, farthest[0]
+    for k, v in enumerate(order, start=1):
+        if reached <= k:
+            common.add(v)
+        reached = max(reached, farthest[k])
+    return common

@@ -258,13 +258,18 @@ class _Fluid:
         self._flows = [_Flow() for _ in range(n_lanes)]
         self._running = [_NONE] * n_lanes
         self._speeds: dict[tuple[int, ...], list[float]] = {}
-        self._loads: dict[int, dict[str, float]] = {}
+        # Kinds that draw alike go at the same speeds, however long they take.
+        self._draw_of: list[int] = [_NONE] * len(costs)
+        self._draws: dict[tuple[tuple[str, float], ...], int] = {}
         self._settle_last(0.0)
 
     def begin(self, at: int, now: float) -> simpy.Event:
         """Begin a task; the event fires when it is through."""
         kind, lane = self._kinds[at], self._lane_of[at]
-        self._running[lane] = kind
+        draw = self._draw_of[kind]
+        if draw == _NONE:
+            draw = self._draw_of[kind] = self._draw(kind)
+        self._running[lane] = draw
         flow = self._flows[lane]
         flow.left_s, flow.since_s, flow.speed = self._seconds[kind], now, 0.0
         flow.end_s = math.inf
@@ -289,10 +294,10 @@ class _Fluid:
     def _settle(self, _: simpy.Event | None = None) -> None:
         """Set all speeds, and let the tasks that end next do so."""
         now, running = self._now, self._running
-        kinds = tuple(running)
-        speeds = self._speeds.get(kinds)
+        draws = tuple(running)
+        speeds = self._speeds.get(draws)
         if speeds is None:
-            speeds = self._speeds[kinds] = self._share(kinds)
+            speeds = self._speeds[draws] = self._share(draws)
         following, last = math.inf, []
         for flow, speed in zip(self._flows, speeds, strict=True):
             if not speed:
@@ -318,16 +323,18 @@ class _Fluid:
         else:
             self._settle_last(following - now)
 
-    def _share(self, kinds: Sequence[int]) -> list[float]:
+    def _draw(self, kind: int) -> int:
+        """The number of what a kind of task draws on the resources."""
+        loads = self._cost.loads(self._costs[kind])
+        return self._draws.setdefault(tuple(loads.items()), len(self._draws))
+
+    def _share(self, draws: Sequence[int]) -> list[float]:
         """The speed of what runs on each lane, 0 where nothing does."""
-        running = [k for k in kinds if k != _NONE]
-        for kind in running:
-            if kind not in self._loads:
-                self._loads[kind] = self._cost.loads(self._costs[kind])
-        loads = [self._loads[kind] for kind in running]
+        known = list(self._draws)
+        loads = [dict(known[draw]) for draw in draws if draw != _NONE]
         in_use = {name for load in loads for name in load}
         speeds = iter(fair_speeds(loads, self._cost.capacities(in_use)))
-        return [0.0 if k == _NONE else next(speeds) for k in kinds]
+        return [0.0 if draw == _NONE else next(speeds) for draw in draws]
 
 
 def _few(ids: Sequence[TaskId], n: int = 4) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-# Loads that add up to a capacity may exceed it by rounding: that is no contention.
-_ROUNDING = 1e-12
+import numpy as np
+
+#: Loads that add up to a capacity may exceed it by rounding: that is no contention.
+ROUNDING = 1e-12
 # Levels of resources that share tasks settle in as many rounds as there are resources where
 # tasks draw alike on them, as copies do on link and memory; else geometrically.
 _ROUNDS = 200
@@ -47,7 +49,7 @@ def fair_speeds(
     levels = {
         name: math.inf
         for name, capacity in capacities.items()
-        if sum(load.get(name, 0.0) for load in loads) > capacity * (1.0 + _ROUNDING)
+        if sum(load.get(name, 0.0) for load in loads) > capacity * (1.0 + ROUNDING)
     }
     if not levels:
         return [1.0] * len(loads)
@@ -59,11 +61,58 @@ def fair_speeds(
                 _speed(load, levels, but=name) * load[name] for load in loads if load.get(name)
             ]
             level = _level(takes, capacities[name])
-            moved = moved or not math.isclose(level, levels[name], rel_tol=_ROUNDING)
+            moved = moved or not math.isclose(level, levels[name], rel_tol=ROUNDING)
             levels[name] = level
         if not moved or len(levels) == 1:
             break
     return [_speed(load, levels) for load in loads]
+
+
+def fair_speeds_of_many(draws: np.ndarray, capacities: np.ndarray) -> np.ndarray:
+    """The same for many sets of tasks at once.
+
+    Parameters
+    ----------
+    draws : ndarray, shape [sets, tasks, resources]
+        Units per second that each task draws at speed 1.
+    capacities : ndarray, shape [sets, resources] or [resources]
+        Units per second of each resource; inf where there is always enough.
+
+    Returns
+    -------
+    ndarray, shape [sets, tasks]
+        Speeds in (0, 1].
+    """
+    n_sets, n_tasks, n_resources = draws.shape
+    speeds = np.ones((n_sets, n_tasks))
+    capacities = np.broadcast_to(capacities, (n_sets, n_resources))
+    contended = (draws.sum(axis=1) > capacities * (1.0 + ROUNDING)).any(axis=1)
+    rows = np.flatnonzero(contended)
+    if not len(rows):
+        return speeds
+    draws, capacities = draws[rows], capacities[rows]
+    limits = np.ones(draws.shape)  # of each task's speed by each resource
+    levels = np.full(capacities.shape, np.inf)
+    sharers = np.arange(n_tasks, 0, -1)
+    for _ in range(_ROUNDS):
+        before = levels.copy()
+        for r in range(n_resources):
+            others = np.delete(limits, r, axis=2).min(axis=2, initial=1.0)
+            takes = np.sort(others * draws[:, :, r], axis=1)
+            # What is left for each of those who take most, once the others have what they take.
+            left = capacities[:, r, None] - np.cumsum(takes, axis=1) + takes
+            short = takes * sharers > left * (1.0 + ROUNDING)
+            first = short.argmax(axis=1)
+            level = left[np.arange(len(rows)), first] / sharers[first]
+            levels[:, r] = np.where(short.any(axis=1), level, np.inf)
+            wanted = draws[:, :, r]
+            limits[:, :, r] = np.divide(
+                levels[:, r, None], wanted, out=np.ones(wanted.shape), where=wanted > 0
+            ).clip(max=1.0)
+        if np.isclose(levels, before, rtol=ROUNDING, atol=0.0).all():
+            break
+    speeds[rows] = limits.min(axis=2)
+    return speeds
 
 
 def _speed(load: Mapping[str, float], levels: Mapping[str, float], but: str = "") -> float:
@@ -76,7 +125,7 @@ def _level(takes: Sequence[float], capacity: float) -> float:
     """The most that each may have so that all together have ``capacity``; inf if it is enough."""
     left = capacity
     for n, take in zip(range(len(takes), 0, -1), sorted(takes), strict=True):
-        if take * n > left * (1.0 + _ROUNDING):
+        if take * n > left * (1.0 + ROUNDING):
             return left / n
         left -= take
     return math.inf

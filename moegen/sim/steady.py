@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import networkx as nx
 import numpy as np
 
 from moegen.errors import GraphError
 from moegen.graph.passes import with_slots
 from moegen.graph.task import EdgeKind, TaskGraph, TaskId
 from moegen.sim.cost import CostModel
-from moegen.sim.cycles import Cycle, critical_waits, greatest_ratio
+from moegen.sim.cycles import Cycle, critical_waits, greatest_ratio, on_every_cycle
 from moegen.sim.engine import estimates
 from moegen.sim.maxplus import refuse_deadlock
 from moegen.units import format_seconds
@@ -117,9 +116,9 @@ class Steady:
         frame["lane"] = [t.lane.value for t in self._g]
         frame["seconds"] = self._seconds
         shortens = np.zeros(len(self._g))
-        for v in self._cycle.tasks:
-            if self._seconds[v]:  # or there is nothing to take off
-                shortens[v] = 1 / self.critical_steps if self.unique else self._shortens(v)
+        common = [v for v in self._common if self._seconds[v]]  # or there is nothing to take off
+        if common:  # all are on the same cycles
+            shortens[common] = self._least(common[:1], [1.0] * len(self._g))
         frame["shortens"] = shortens
         return frame
 
@@ -191,13 +190,12 @@ class Steady:
         frame = frame.set_index(title)
         return frame.sort_values("share", ascending=False, kind="stable")
 
-    def _shortens(self, v: int) -> float:
-        """What a task shortens where several cycles are critical."""
-        rest = nx.DiGraph((u % len(self._g), w) for w, us in self._waits.items() for u in us)
-        rest.remove_node(v)
-        if not nx.is_directed_acyclic_graph(rest):
-            return 0.0
-        return self._least([v], (1.0,) * len(self._g))
+    @cached_property
+    def _common(self) -> list[int]:
+        """The tasks of every critical cycle."""
+        if self.unique:
+            return list(self._cycle.tasks)
+        return sorted(on_every_cycle(self._waits, self._cycle, len(self._g)))
 
     def _least(self, tasks: Collection[int], weights: Sequence[float]) -> float:
         """The least that tasks weigh a step, over all critical cycles."""
