@@ -109,8 +109,16 @@ def estimates(g: TaskGraph, cost: CostModel, repeats: int) -> tuple[list[Cost], 
     if cost.by_work:
         examples, kinds = g.kinds
         return [_estimate(cost, t) for t in examples], kinds * repeats
-    tasks = in_steps(g, repeats)
-    return [_estimate(cost, t) for t in tasks], range(len(tasks))
+    costs: list[Cost] = []
+    numbers: dict[int, int] = {}  # of one object, for as long as it is kept
+    kinds = []
+    for t in in_steps(g, repeats):
+        estimate = _estimate(cost, t)
+        kind = numbers.setdefault(id(estimate), len(costs))
+        if kind == len(costs):
+            costs.append(estimate)
+        kinds.append(kind)
+    return costs, kinds
 
 
 def _estimate(cost: CostModel, task: Task) -> Cost:
