@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.bounds import bound_s, critical_path_s
     from moegen.sim.cost import CostModel
     from moegen.sim.engine import simulate
+    from moegen.sim.steady import steady
     from moegen.timeline import Timeline
 
     __version__: str
@@ -64,6 +65,7 @@ __all__ = [
     "memory",
     "plot",
     "simulate",
+    "steady",
     "tokens_per_joule",
     "tokens_per_usd",
 ]
@@ -98,6 +100,7 @@ _HOME = {
     "critical_path_s": "moegen.sim.bounds",
     "memory": "moegen.graph.memory",
     "simulate": "moegen.sim.engine",
+    "steady": "moegen.sim.steady",
     "tokens_per_joule": "moegen.economics",
     "tokens_per_usd": "moegen.economics",
 }
