@@ -23,8 +23,7 @@ from moegen.graph.sizes import (
     BufferSizes,
     Capacity,
     aligned,
-    dense_blob_bytes,
-    expert_blob_bytes,
+    blob_bytes,
     packed_bytes,
 )
 from moegen.graph.strategy import Strategy
@@ -341,8 +340,10 @@ class _Need:
     def gpu(self, workspace_bytes: float | None) -> list[tuple[str, int, str]]:
         m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most
         packed = sum(
-            aligned(resident * dense_blob_bytes(m, x)) + aligned(n * expert_blob_bytes(m, x))
-            for x, resident, n in zip(m.layers, kept.dense, kept.experts, strict=True)
+            aligned(resident * dense, n * expert)
+            for dense, expert, resident, n in zip(
+                *blob_bytes(m), kept.dense, kept.experts, strict=True
+            )
         )
         own, frame = kept_bytes(m, self.phase, most), largest_frame(m, s, self.phase, most)
         tokens, staged = most.tokens, most.staged_tokens

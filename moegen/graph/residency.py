@@ -46,14 +46,9 @@ def residency(model: ModelSpec, s_params: int) -> Residency:
     Dense blobs come first as every token passes them, whatever the routing.
     Never more bytes than ``s_params``.
     """
-    blobs = [layer.dense_bytes for layer in model.layers]
-    kept, dense_bytes = [0] * model.n_layers, 0
-    for n in range(model.n_layers, 0, -1):
-        some = _spread(n, model.n_layers)
-        nbytes = sum(k * b for k, b in zip(some, blobs, strict=True))
-        if nbytes <= s_params:
-            kept, dense_bytes = some, nbytes
-            break
+    of_dense = dense_bytes_kept(model)
+    n = max(n for n, nbytes in enumerate(of_dense) if nbytes <= s_params)
+    kept, dense_bytes = _spread(n, model.n_layers), of_dense[n]
     experts = [0] * model.n_layers
     expert_bytes = 0
     if model.moe_layers:
@@ -65,6 +60,17 @@ def residency(model: ModelSpec, s_params: int) -> Residency:
             experts[i] = k
         expert_bytes = n * each
     return Residency(tuple(bool(k) for k in kept), tuple(experts), dense_bytes, expert_bytes)
+
+
+@lru_cache(maxsize=64)
+def dense_bytes_kept(model: ModelSpec) -> tuple[int, ...]:
+    """Bytes of 0, 1, 2, ... dense blobs that stay, spread over the layers."""
+    each = {id(layer): layer.dense_bytes for layer in model.layers}
+    blobs = [each[id(layer)] for layer in model.layers]
+    return tuple(
+        sum(k * b for k, b in zip(_spread(n, model.n_layers), blobs, strict=True))
+        for n in range(model.n_layers + 1)
+    )
 
 
 def ring_slots(model: ModelSpec, s: Strategy, kept: Residency | None = None) -> dict[str, int]:
