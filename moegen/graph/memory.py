@@ -263,6 +263,13 @@ def memory(
     )
 
 
+def host_bytes(
+    model: ModelSpec, s: Strategy, work: Workload, phase: Phase = "decode", batch: int | None = None
+) -> int:
+    """What a strategy puts into host memory: the sum of that section of :func:`memory`."""
+    return sum(nbytes for _, nbytes, _ in _Need(model, s, work, phase, batch).host())
+
+
 def max_batch_eq2(model: ModelSpec, hw: HardwareSpec, work: Workload) -> int:
     """The most sequences whose KV fits beside the weights in host memory: Eq. 2 alone.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moegen.graph.bisect import greatest
 from moegen.graph.model import Layer, ModelSpec, Phase
@@ -264,8 +264,8 @@ class BufferSizes:
         }
 
 
-def aligned(*n_bytes: int) -> int:
-    """Bytes that pieces of these sizes take in a block, one behind the other."""
+def aligned(*n_bytes: Any) -> Any:
+    """Bytes that pieces of these sizes, ints or arrays, take in a block, one behind the other."""
     return sum(-(-n // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES for n in n_bytes)
 
 

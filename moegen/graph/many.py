@@ -1,0 +1,297 @@
+"""The ledger of many strategies at once: the same bytes as `moegen.graph.memory`, in columns.
+
+A search asks of tens of thousands of strategies whether they fit. What B, b_a, b_e, ω and the
+expert group need beside slots and weights is taken from the ledger's own parts, once for each
+combination that occurs; slots and resident weights are added in arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from moegen.graph.allocator import SMALL_BYTES, library_bytes, reserved_bytes
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.memory import host_bytes
+from moegen.graph.model import ModelSpec, Phase
+from moegen.graph.residency import dense_bytes_kept, spread
+from moegen.graph.sizes import BufferSizes, Capacity, aligned, blob_bytes
+from moegen.graph.strategy import Fetch, Strategy
+from moegen.graph.working import working_bytes
+from moegen.graph.workload import Workload
+
+FETCHES: tuple[Fetch, Fetch] = ("all", "routed")
+
+
+@dataclass(frozen=True, eq=False)
+class Strategies:
+    """Strategies in columns, each of shape [strategies].
+
+    The fields are those of :class:`moegen.graph.strategy.Strategy`; ``fetch`` is an index of
+    :data:`FETCHES`.
+    """
+
+    B: np.ndarray
+    b_a: np.ndarray
+    b_e: np.ndarray
+    s_expert: np.ndarray
+    s_params: np.ndarray
+    omega: np.ndarray
+    kv_slots: np.ndarray
+    dense_slots: np.ndarray
+    expert_group: np.ndarray
+    fetch: np.ndarray
+
+    @classmethod
+    def of(cls, several: Sequence[Strategy]) -> Strategies:
+        """Columns of strategies made one by one."""
+        rows = [s.with_(fetch="all").to_dict() | {"fetch": FETCHES.index(s.fetch)} for s in several]
+        return cls(**{name: np.array([row[name] for row in rows]) for name in COLUMNS})
+
+    @classmethod
+    def product(cls, **values: Sequence[Any]) -> Strategies:
+        """Every combination of the values of each field, the last field's changing fastest."""
+        grids = np.meshgrid(*(values[name] for name in COLUMNS), indexing="ij")
+        return cls(*(grid.reshape(-1) for grid in grids))
+
+    @classmethod
+    def concatenate(cls, several: Sequence[Strategies]) -> Strategies:
+        """All of them, one after the other."""
+        return cls(*(np.concatenate([getattr(x, name) for x in several]) for name in COLUMNS))
+
+    def __len__(self) -> int:
+        return len(self.B)
+
+    def take(self, which: Any) -> Strategies:
+        """Those at some indices, or where a mask is true."""
+        return Strategies(*(getattr(self, name)[which] for name in COLUMNS))
+
+    def with_(self, **columns: Any) -> Strategies:
+        """A copy with some columns replaced, by arrays or by one value for all."""
+        kept = {name: getattr(self, name) for name in COLUMNS}
+        new = {k: np.broadcast_to(np.asarray(v), self.B.shape) for k, v in columns.items()}
+        return Strategies(**kept | new)
+
+    def distinct(self) -> Strategies:
+        """Each strategy once, in order of first appearance."""
+        table = np.stack([getattr(self, name).astype(float) for name in COLUMNS])
+        first = np.unique(table, axis=1, return_index=True)[1]
+        return self.take(np.sort(first))
+
+    def strategy(self, i: int) -> Strategy:
+        """One of them."""
+        row = {name: getattr(self, name)[i].item() for name in COLUMNS}
+        return Strategy(**row | {"fetch": FETCHES[row["fetch"]]})
+
+
+COLUMNS = tuple(f.name for f in fields(Strategies))
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What ``s_params`` keeps on the GPU, for many values of it.
+
+    Attributes
+    ----------
+    n_dense, n_experts : ndarray of int, shape [strategies]
+        Dense blobs and experts that stay, of the whole model.
+    packed_bytes : ndarray of int, shape [strategies]
+        What they take.
+    """
+
+    n_dense: np.ndarray
+    n_experts: np.ndarray
+    packed_bytes: np.ndarray
+
+    @classmethod
+    def of(cls, model: ModelSpec, s_params: np.ndarray) -> Kept:
+        """As `moegen.graph.residency.residency` has it."""
+        n_dense = np.zeros(s_params.shape, dtype=np.int64)
+        of_dense = dense_bytes_kept(model)
+        for n, nbytes in enumerate(of_dense):
+            n_dense = np.where(nbytes <= s_params, n, n_dense)
+        left = s_params - np.array(of_dense)[n_dense]
+        n_experts = np.minimum(left // _expert_bytes(model), _experts(model))
+        return cls(n_dense, n_experts, _packed_bytes(model, n_dense, n_experts))
+
+    @classmethod
+    def most(cls, model: ModelSpec, room_bytes: np.ndarray) -> np.ndarray:
+        """The greatest useful ``s_params`` whose weights as packed take no more than that."""
+        packed = np.array(_packed_dense(model))
+        n_dense = np.searchsorted(np.maximum.accumulate(packed), room_bytes, side="right") - 1
+        left = room_bytes - packed[n_dense.clip(0)]
+        each = max(1, blob_bytes(model)[1][model.moe_layers[0]]) if model.moe_layers else 1
+        n_experts = np.clip(left // each, 0, _experts(model))
+        s_params = np.array(dense_bytes_kept(model))[n_dense.clip(0)]
+        s_params = np.where(n_dense < 0, 0, s_params + n_experts * _expert_bytes(model))
+        # Alignment, or a blob packed larger than its weights, may ask for a little more.
+        for _ in range(4):
+            over = cls.of(model, s_params).packed_bytes > room_bytes
+            if not over.any():
+                break
+            s_params = np.where(over, np.maximum(0, s_params - _expert_bytes(model)), s_params)
+        return s_params
+
+
+def _experts(model: ModelSpec) -> int:
+    return sum(model.layers[i].n_experts for i in model.moe_layers)
+
+
+@lru_cache(maxsize=64)
+def _expert_bytes(model: ModelSpec) -> int:
+    if not model.moe_layers:
+        return 1
+    first = model.layers[model.moe_layers[0]]
+    return first.expert_bytes + first.expert_scale_bytes
+
+
+@lru_cache(maxsize=64)
+def _packed_dense(model: ModelSpec) -> tuple[int, ...]:
+    blobs = blob_bytes(model)[0]
+    return tuple(
+        sum(aligned(k * b) for k, b in zip(spread(n, model.n_layers), blobs, strict=True))
+        for n in range(model.n_layers + 1)
+    )
+
+
+def _packed_bytes(model: ModelSpec, n_dense: np.ndarray, n_experts: np.ndarray) -> np.ndarray:
+    packed = np.array(_packed_dense(model))[n_dense]
+    if not model.moe_layers:
+        return packed
+    # Spread evenly, some layers keep one expert more than the others.
+    each, layers = blob_bytes(model)[1][model.moe_layers[0]], model.n_moe_layers
+    few, more = np.divmod(n_experts, layers)
+    return packed + (layers - more) * aligned(few * each) + more * aligned((few + 1) * each)
+
+
+class Ledgers:
+    """Totals of the ledger for many strategies of one phase.
+
+    Parameters
+    ----------
+    batch : int, optional
+        Prefill: decode's B, as for :func:`moegen.graph.memory.memory`.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        hw: HardwareSpec,
+        work: Workload,
+        phase: Phase = "decode",
+        batch: int | None = None,
+    ) -> None:
+        self.model, self.hw, self.work, self.batch = model, hw, work, batch
+        self.phase: Phase = phase
+
+    def capacities(self, s: Strategies) -> tuple[list[Capacity], np.ndarray]:
+        """The distinct capacities that strategies ask for, and which is whose."""
+        return grouped(
+            (s.B, s.b_a, s.omega),
+            lambda B, b_a, omega: Capacity.worst(
+                Strategy(B=int(B), b_a=int(b_a), b_e=1, omega=float(omega)),
+                self.work,
+                self.phase,
+                self.batch,
+            ),
+        )
+
+    def host_bytes(self, s: Strategies) -> np.ndarray:
+        """Host memory of each strategy, shape [strategies]."""
+
+        def of(B: float, omega: float) -> int:
+            least = Strategy(B=int(B), b_a=1, b_e=1, omega=float(omega))
+            return host_bytes(self.model, least, self.work, self.phase, self.batch)
+
+        values, which = grouped((s.B, s.omega), of)
+        return np.array(values, dtype=np.int64)[which]
+
+    def gpu_bytes(self, s: Strategies) -> np.ndarray:
+        """GPU memory of each strategy, shape [strategies]."""
+        kept = Kept.of(self.model, s.s_params)
+        return self._total(self._beside(s, kept), kept.packed_bytes)
+
+    def with_most_params(self, s: Strategies) -> Strategies:
+        """The same with as many resident weights as the rest leaves room for, 0 if none."""
+        beside = self._beside(s, Kept.of(self.model, np.zeros_like(s.s_params)))
+        room = self.hw.gpu_memory_bytes - self._total(beside, np.zeros_like(s.s_params))
+        # A block is rounded up as it is taken: room for as much as is left less that.
+        room = np.maximum(0, room - (reserved_bytes(1) if self._allocates else 0)).astype(np.int64)
+        return s.with_(s_params=Kept.most(self.model, room))
+
+    @property
+    def _allocates(self) -> bool:
+        return self.hw.gpu_workspace_bytes is not None
+
+    def _beside(self, s: Strategies, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of the rings' block and of the working memory."""
+        capacities, which = self.capacities(s)
+        # What the GPU holds does not depend on the rows that the CPU attends to.
+        gpu = {c: i for i, c in enumerate(dict.fromkeys(_on_gpu(c) for c in capacities))}
+        which = np.array([gpu[_on_gpu(c)] for c in capacities])[which]
+        distinct = list(gpu)
+
+        def of(i: float, b_e: float, group: float) -> tuple[int, ...]:
+            least = Strategy(1, 1, int(b_e), expert_group=int(group), kv_slots=1, dense_slots=1)
+            c = distinct[int(i)]
+            sizes = BufferSizes(self.model, least, self.phase, c)
+            passing = [sizes.slot_bytes(x) for x in ("kv", "dense_weights", "expert_weights")]
+            # Of these three each is one tensor, and each has one slot here.
+            others = sizes.block_bytes - sum(
+                aligned(n * sizes.slots(x))
+                for n, x in zip(passing, ("kv", "dense_weights", "expert_weights"), strict=True)
+            )
+            return *passing, others, working_bytes(self.model, least, self.phase, c)
+
+        values, which = grouped((which, s.b_e, s.expert_group), of)
+        kv, dense, expert, others, working = np.array(values, dtype=np.int64)[which].T
+        slots, dense_slots = weight_slots(self.model, s, kept)
+        rings = others + aligned(s.kv_slots * kv, dense_slots * dense, slots * expert)
+        return rings, working
+
+    def _total(self, beside: tuple[np.ndarray, np.ndarray], packed: np.ndarray) -> np.ndarray:
+        blocks = (np.full(packed.shape, self.model.head_bytes), packed, *beside)
+        workspace = self.hw.gpu_workspace_bytes
+        if workspace is None:
+            return sum(blocks)
+        libraries = library_bytes(self.model, workspace) + SMALL_BYTES
+        return libraries + sum(reserved_bytes(block) for block in blocks)
+
+
+def weight_slots(model: ModelSpec, s: Strategies, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
+    """Slots of experts and of dense weights, as `moegen.graph.residency.ring_slots` has them."""
+    wanted = np.maximum(1, s.s_expert // np.maximum(1, model.expert_bytes * s.expert_group))
+    slots = np.minimum(wanted, passing_groups(model, s, kept))
+    return slots, np.minimum(s.dense_slots, model.n_layers - kept.n_dense)
+
+
+def passing_groups(model: ModelSpec, s: Strategies, kept: Kept) -> np.ndarray:
+    """Groups of experts that are copied, of all layers; shape [strategies]."""
+    if not model.moe_layers:
+        return np.zeros_like(s.B)
+    layers, n = model.n_moe_layers, model.layers[model.moe_layers[0]].n_experts
+    few, more = np.divmod(kept.n_experts, layers)
+    of_few, of_more = (-(-(n - k) // s.expert_group) for k in (few, few + 1))
+    return (layers - more) * of_few + more * np.maximum(0, of_more)
+
+
+def _on_gpu(c: Capacity) -> Capacity:
+    return Capacity(
+        c.rows, c.tokens, c.staged_tokens, c.slot_tokens, part_rows=c.part_rows, longest=c.longest
+    )
+
+
+def grouped(
+    columns: Sequence[np.ndarray], of: Callable[..., Any]
+) -> tuple[list[Any], np.ndarray]:
+    """``of`` each distinct row of some columns, and which of them belongs to each row."""
+    code = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, index = np.unique(column, return_inverse=True)
+        code = code * len(values) + index
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    return [of(*(column[i] for column in columns)) for i in first], which

@@ -1,0 +1,313 @@
+"""How long a layer takes among others like it, for hundreds of strategies at once.
+
+The engine runs one graph. Here the same lanes, slots and fair sharing run for many strategies in
+step: each column of the arrays is a strategy with a clock of its own, and every turn of the loop
+takes each of them to its next event. Layers are stamped from one, as the builder does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from moegen.graph.model import Phase
+from moegen.sim.cost import RESOURCES, CostModel
+from moegen.sim.engine import ROUNDING
+from moegen.sim.pieces import AT, Pieces
+
+# Layers that are run; the first find nothing prefetched and the last has none behind it, so that
+# the pace is that of those between.
+LAYERS, FIRST = 6, 1
+# More groups of experts, or micro-batches, than this are taken several at a time.
+MOST_GROUPS, MOST_PARTS = 16, 12
+GPU, BULK, KV, ACT, CPU = range(5)
+
+
+class _Layer(NamedTuple):
+    """Structure of a layer: what decides which tasks wait for which."""
+
+    phase: Phase
+    parts: int
+    groups: int
+    resident: int
+    slots: int
+    kv_slots: int
+    dense_slots: int
+    on_cpu: bool
+    copies_dense: bool
+    routed: bool
+
+
+# Of a task: its kind, and what must have ended before it: (lane, layers later, place in layer).
+_Task = tuple[str, list[tuple[int, int, int]]]
+
+
+@lru_cache(maxsize=4096)
+def _tasks(x: _Layer) -> tuple[list[_Task], ...]:
+    """The tasks of a layer, lane by lane in their order, as `moegen.graph.build` emits them."""
+    M, G, R = x.parts, x.groups, x.resident
+    decode = x.phase == "decode"
+    shared_at = (M + 3) if decode else 3 * M + 1  # places on the GPU
+    expert_at = shared_at + 1 + R
+    dense_of = -1 if x.routed else 0  # the layer whose turn copies this layer's dense weights
+    dense = [(BULK, dense_of, 0)] if x.copies_dense else []
+    counts = (ACT, 0, 2 if x.on_cpu else 0)
+    copy_at = 1 if x.copies_dense else 0
+
+    gpu: list[_Task] = []
+    kv: list[_Task] = []
+    if decode:
+        gpu.append(("pre_attn", [*dense, *([(KV, -2, M)] if M else [])]))
+        for m in range(M):
+            last = m == M - 1
+            gpu.append(("last_attention" if last else "attention", [(KV, 0, m)]))
+            later, before = divmod(m - x.kv_slots, M)
+            kv.append(("last_fetch" if last else "fetch_kv", [(GPU, later, 1 + before)]))
+        if M:
+            kv.append(("append_kv", [(GPU, 0, 0)]))
+        gpu.append(("post_attn", [(ACT, 0, 1)] if x.on_cpu else []))
+    else:
+        for m in range(M):
+            later, before = divmod(m - 2, M)  # queries, keys and values have two slots
+            gpu.append(("pre_attn", [*dense, (KV, later, before)]))
+            gpu.append(("attention", []))
+            gpu.append(("post_attn", []))
+            kv.append(("append_kv", [(GPU, 0, 3 * m)]))
+    gpu += [("route", []), ("shared", [])]
+    gpu += [("resident", [counts])] * R
+    gpu += [("expert", [counts, (BULK, 0, copy_at + j)]) for j in range(G)]
+    gpu.append(("combine", []))
+
+    bulk: list[_Task] = []
+    if x.copies_dense:
+        later = -x.dense_slots - dense_of
+        bulk.append(("copy_dense", [(GPU, later, shared_at)]))
+    for j in range(G):
+        later, before = divmod(j - x.slots, G)
+        needs = [(GPU, later, expert_at + before)]
+        bulk.append(("copy_expert", [*needs, counts] if x.routed else needs))
+
+    act: list[_Task] = []
+    cpu: list[_Task] = []
+    if x.on_cpu:
+        act += [("send_qkv", [(GPU, 0, 0)]), ("recv_attn", [(CPU, 0, 0)])]
+        cpu.append(("attn_cpu", [(ACT, 0, 0)]))
+    act.append(("copy_counts", [(GPU, 0, shared_at - 1)]))
+    return gpu, bulk, kv, act, cpu
+
+
+def coarse(p: Pieces) -> Pieces:
+    """The same with many small groups, and micro-batches, taken several at a time."""
+    groups, of_group = _fewer(p.groups + p.resident, MOST_GROUPS)
+    parts, of_part = _fewer(p.parts, MOST_PARTS)
+    seconds = p.seconds.copy()
+
+    def times(factor: np.ndarray, *kinds: str) -> None:
+        for kind in kinds:
+            seconds[:, :, AT[kind]] *= factor[:, None]
+
+    def scaled(n: np.ndarray, by: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Fewer of them, and how much longer each is."""
+        few = np.ceil(n / by).astype(np.int64)
+        return few, n / np.maximum(1, few)
+
+    few_groups, longer = scaled(p.groups, of_group)
+    times(longer, "copy_expert", "expert")
+    resident, longer = scaled(p.resident, of_group)
+    times(longer, "resident")
+    few_parts, longer = scaled(p.parts, of_part)
+    times(longer, "attention", "last_attention", "fetch_kv", "last_fetch")
+
+    def ring(slots: np.ndarray, by: np.ndarray) -> np.ndarray:
+        # One slot makes copies and products take turns; with two they go side by side.
+        return np.where(by == 1, slots, np.maximum(np.minimum(slots, 2), slots // by))
+
+    return replace(
+        p, seconds=seconds, groups=few_groups, resident=resident, parts=few_parts,
+        slots=ring(p.slots, of_group), kv_slots=ring(p.kv_slots, of_part),
+    )  # fmt: skip
+
+
+def _fewer(n: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    by = np.maximum(1, -(-n // most))
+    return -(-n // by), by
+
+
+def pace_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> np.ndarray:
+    """Seconds from the end of a layer to the end of the next in a long row of them.
+
+    Parameters
+    ----------
+    p : Pieces
+        Of many strategies; of few groups and micro-batches, see :func:`coarse`.
+    shared : bool
+        Whether tasks that run at the same time share resources; see ``simulate``.
+
+    Returns
+    -------
+    ndarray, shape [strategies]
+    """
+    pace = np.empty(len(p))
+    tasks = 2 * p.groups + p.resident + p.parts * (2 if phase == "decode" else 4)
+    order = np.argsort(tasks, kind="stable")
+    # Those with about as many tasks go together: the loop turns as often as the longest needs.
+    for some in np.array_split(order, max(1, min(4, len(order) // 64))):
+        if len(some):
+            pace[some] = _Batch(p, some, cost, phase, shared).run()
+    return pace
+
+
+class _Batch:
+    """Strategies that run in step; see the module."""
+
+    def __init__(
+        self, p: Pieces, some: np.ndarray, cost: CostModel, phase: Phase, shared: bool
+    ) -> None:
+        layers = LAYERS * p.seconds.shape[1] if p.seconds.shape[1] > 1 else LAYERS
+        self.period = p.seconds.shape[1]
+        columns = (p.parts, p.groups, p.resident, p.slots, p.kv_slots, p.dense_slots, p.on_cpu,
+                   p.copies_dense, p.routed)  # fmt: skip
+        stamps = [_Layer(phase, *row) for row in zip(*(c[some].tolist() for c in columns), strict=True)]
+        distinct = {stamp: i for i, stamp in enumerate(dict.fromkeys(stamps))}
+        which = np.array([distinct[stamp] for stamp in stamps])
+        tables = [_stamped(stamp, layers) for stamp in distinct]
+        longest = max(kind.shape[1] for kind, _, _ in tables)
+        n = len(distinct)
+        kind = np.zeros((n, 5, longest + 1), dtype=np.int64)
+        need = np.full((n, 5, longest + 1, 5), np.iinfo(np.int32).max, dtype=np.int32)
+        ends = np.zeros((n, layers), dtype=np.int64)
+        for i, (kinds, needs, gpu_ends) in enumerate(tables):
+            kind[i, :, : kinds.shape[1]] = kinds
+            need[i, :, : kinds.shape[1]] = needs
+            ends[i] = gpu_ends
+        self.kind, self.need, self.ends = kind, need, ends[which]
+        self.which = which
+        used = [r for r in range(len(RESOURCES)) if shared and p.loads[:, :, :, r].any()]
+        self.seconds = p.seconds[some].reshape(len(some), -1)
+        self.loads = p.loads[some][:, :, :, used].reshape(len(some), -1, len(used))
+        names = [RESOURCES[r] for r in used]
+        alone, both = cost.capacities(()), cost.capacities(("h2d", "d2h"))
+        self.alone = np.array([alone.get(name, np.inf) for name in names])
+        self.both = np.array([both.get(name, np.inf) for name in names])
+        self.link = [i for i, name in enumerate(names) if name in ("h2d", "d2h")]
+
+    def run(self) -> np.ndarray:
+        n, layers = self.ends.shape
+        first, last = (FIRST * self.period, layers - 1 - self.period)
+        until = self.ends[:, last]
+        at_s = np.zeros((n, 2))
+        live = np.arange(n)
+        now = np.zeros(n)
+        done = np.zeros((n, 5), dtype=np.int64)  # tasks of each lane that have ended
+        running = np.zeros((n, 5), dtype=bool)
+        left = np.zeros((n, 5))
+        draws = np.zeros((n, 5, self.loads.shape[2]))
+        lanes = np.arange(5)[None, :]
+        which, longest = self.which, self.kind.shape[2]
+        kind = self.kind.reshape(-1)
+        need = self.need.reshape(-1, 5)
+        base = (which[:, None] * 5 + lanes) * longest
+        seconds, loads, ends = self.seconds, self.loads, self.ends
+        while len(live):
+            task = base + done
+            ready = ~running & (need[task] <= done[:, None, :]).all(axis=2)
+            row, lane = np.nonzero(ready)
+            if len(row):
+                here = kind[task[row, lane]]
+                left[row, lane] = seconds[row, here]
+                draws[row, lane] = loads[row, here]
+                running[row, lane] = True
+            speed = self._speeds(draws)
+            to_go = np.where(running, left / speed, np.inf)
+            step = to_go.min(axis=1)
+            now = now + step
+            left = left - speed * step[:, None]
+            ended = running & (to_go <= step[:, None] * (1 + ROUNDING))
+            done = done + ended
+            running = running & ~ended
+            draws[ended] = 0.0
+            of_gpu = ended[:, GPU]
+            for column, layer in ((0, first), (1, last)):
+                hit = of_gpu & (done[:, GPU] == ends[:, layer])
+                at_s[live[hit], column] = now[hit]
+            over = done[:, GPU] >= until
+            if over.any():
+                keep = ~over
+                live, now, done, running, left, draws, base, seconds, loads, ends, until = (
+                    x[keep]
+                    for x in (live, now, done, running, left, draws, base, seconds, loads, ends,
+                              until)
+                )  # fmt: skip
+        return (at_s[:, 1] - at_s[:, 0]) / (last - first)
+
+    def _speeds(self, draws: np.ndarray) -> np.ndarray:
+        """Max-min fair speeds, shape [strategies, lanes]; see `moegen.sim.engine`."""
+        speed = np.ones(draws.shape[:2])
+        drawn = draws.sum(axis=1)
+        capacity = np.broadcast_to(self.alone, drawn.shape)
+        if len(self.link) == 2:
+            duplex = (drawn[:, self.link] > 0).all(axis=1)
+            capacity = np.where(duplex[:, None], self.both, self.alone)
+        short = np.flatnonzero((drawn > capacity * (1 + ROUNDING)).any(axis=1))
+        if not len(short):
+            return speed
+        draws, free, drawn = draws[short], capacity[short].copy(), drawn[short]
+        rising = np.ones(draws.shape[:2], dtype=bool)
+        found = np.ones(draws.shape[:2])
+        level = np.zeros(len(short))
+        rows = np.arange(len(short))
+        for _ in range(draws.shape[1]):
+            ratio = np.divide(free, drawn, out=np.full(free.shape, np.inf), where=drawn > 0)
+            fullest = ratio.argmin(axis=1)
+            full_at = ratio[rows, fullest]
+            full = full_at < 1 - ROUNDING
+            if not full.any():
+                break
+            level = np.where(full, np.maximum(level, full_at), level)
+            stopped = rising & full[:, None] & (draws[rows, :, fullest] > 0)
+            found[stopped] = np.broadcast_to(level[:, None], found.shape)[stopped]
+            free = free - level[:, None] * (draws * stopped[:, :, None]).sum(axis=1)
+            rising &= ~stopped
+            drawn = (draws * rising[:, :, None]).sum(axis=1)
+        speed[short] = found
+        return speed
+
+
+def _stamped(x: _Layer, layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Kinds and needs of all lanes' tasks over several layers, and where layers end on the GPU."""
+    tasks = _tasks(x)
+    sizes = [len(lane) for lane in tasks]
+    longest = max(sizes) * layers
+    kind = np.zeros((5, longest), dtype=np.int64)
+    need = np.full((5, longest, 5), np.iinfo(np.int32).max, dtype=np.int32)
+    begin = np.arange(layers)
+    for lane, of_layer in enumerate(tasks):
+        if not of_layer:
+            continue
+        n = len(of_layer)
+        # Counted in ended tasks of the other lane, those of a layer have this and, each layer
+        # later, as many more as the lane has a layer.
+        first = np.zeros((n, 5), dtype=np.int64)
+        each = np.zeros((n, 5), dtype=np.int64)
+        for i, (_, waits) in enumerate(of_layer):
+            for other, later, place in waits:
+                count = later * sizes[other] + place + 1
+                first[i, other] = max(first[i, other], count) if each[i, other] else count
+                each[i, other] = sizes[other]
+        stacked = first[None] + begin[:, None, None] * each[None]
+        need[lane, : n * layers] = np.maximum(0, stacked).reshape(-1, 5)
+        kinds = np.array([AT[name] for name, _ in of_layer])
+        kind[lane, : n * layers] = np.tile(kinds, layers)
+    return kind, need, (begin + 1) * sizes[GPU]
+
+
+def periods_s(p: Pieces, cost: CostModel, phase: Phase) -> np.ndarray:
+    """Seconds of one of many repeated steps; shape [strategies]."""
+    return p.ends_s + p.ahead_s + p.repeats * pace_s(coarse(p), cost, phase)
+
+
+__all__: Sequence[str] = ["coarse", "pace_s", "periods_s"]

@@ -1,0 +1,284 @@
+"""What each kind of task of a layer takes, for many strategies at once.
+
+Tasks of a kind are alike within a layer: every copy of a group of experts, every micro-batch but
+the last. So a strategy is a column of some fifteen durations, and of thousands of strategies most
+durations are the same ones. Each distinct one is asked of the operations and of the cost model,
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moegen.graph.many import FETCHES, Kept, Strategies, grouped, passing_groups, weight_slots
+from moegen.graph.model import ModelSpec, Phase
+from moegen.graph.ops import OPS
+from moegen.graph.residency import residency
+from moegen.graph.shape import Part, Shape, Sizes
+from moegen.graph.strategy import Strategy
+from moegen.graph.task import NO_WORK, Layout, Task, TaskId
+from moegen.graph.waves import even
+from moegen.graph.workload import Workload
+from moegen.sim.cost import RESOURCES, CostModel
+
+# Kinds of tasks by lane, in the order in which a layer queues them.
+KINDS = (
+    "copy_dense", "copy_expert", "pre_attn", "attention", "last_attention", "post_attn", "route",
+    "shared", "resident", "expert", "combine", "fetch_kv", "last_fetch", "append_kv", "send_qkv",
+    "recv_attn", "copy_counts", "attn_cpu",
+)  # fmt: skip
+AT = {kind: i for i, kind in enumerate(KINDS)}
+# What a step does outside its layers, one after the other.
+_ENDS = ("copy_rows", "embed", "lm_head", "sample", "copy_tokens")
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Durations and counts of the tasks of a layer, of many strategies.
+
+    Attributes
+    ----------
+    seconds : ndarray, shape [strategies, layers of the pattern, kinds]
+    loads : ndarray, shape [strategies, layers of the pattern, kinds, resources]
+        Units a second that a task draws at full speed.
+    parts, groups, resident : ndarray of int, shape [strategies]
+        Micro-batches; groups of experts that are copied, and that stay on the GPU.
+    slots, kv_slots, dense_slots : ndarray of int, shape [strategies]
+        Of the rings.
+    on_cpu, copies_dense, routed : ndarray of bool, shape [strategies]
+    ends_s : ndarray, shape [strategies]
+        What a step does before its first layer and after its last.
+    ahead_s : ndarray, shape [strategies]
+        Least time of the layers ahead of the pattern, dense ones for the most part.
+    repeats : int
+        Layers that follow the pattern.
+    """
+
+    seconds: np.ndarray
+    loads: np.ndarray
+    parts: np.ndarray
+    groups: np.ndarray
+    resident: np.ndarray
+    slots: np.ndarray
+    kv_slots: np.ndarray
+    dense_slots: np.ndarray
+    on_cpu: np.ndarray
+    copies_dense: np.ndarray
+    routed: np.ndarray
+    ends_s: np.ndarray
+    ahead_s: np.ndarray
+    repeats: int
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+def pattern(model: ModelSpec) -> tuple[int, int]:
+    """How many layers go ahead, and after how many the others repeat themselves."""
+    layers = model.layers
+    found = []
+    for period in range(1, min(5, len(layers) + 1)):
+        differ = [i + 1 for i in range(len(layers) - period) if layers[i] != layers[i + period]]
+        found.append((max(differ, default=0), period))
+    return min(found)
+
+
+class Pricer:
+    """Prices the tasks of strategies of one phase, at the mean row of a workload.
+
+    Parameters
+    ----------
+    at : float
+        Decode: how far rows are through their answers, 0 to 1.
+    """
+
+    def __init__(
+        self, model: ModelSpec, cost: CostModel, work: Workload, phase: Phase, at: float = 0.5
+    ) -> None:
+        self.model, self.cost, self.work = model, cost, work
+        self.phase: Phase = phase
+        self.at = at
+        ahead, period = pattern(model)
+        self.ahead = range(ahead)
+        self.layers = range(ahead, ahead + period)
+        self.repeats = model.n_layers - ahead
+        self._rows: dict[int, np.ndarray] = {}
+        self._known: dict[tuple, tuple[float, np.ndarray]] = {}
+
+    def rows(self, B: int) -> np.ndarray:
+        """Tokens that each of B rows brings (prefill) or has in its KV store (decode).
+
+        Any few neighbours are a sample of all: rows come in no order.
+        """
+        if B not in self._rows:
+            prompts, gens, counts = np.array(self.work.groups, dtype=np.int64).T
+            each = prompts
+            if self.phase == "decode":
+                each = prompts + np.round(self.at * gens).astype(np.int64)
+            if len(counts) == 1:
+                self._rows[B] = np.broadcast_to(each[0], (B,))
+            else:
+                ends = np.cumsum(counts[order := np.argsort(each, kind="stable")])
+                # Quantiles in the order of multiples of the golden ratio.
+                at = (0.5 + np.arange(B) * 0.6180339887498949) % 1.0 * self.work.n
+                self._rows[B] = each[order][np.searchsorted(ends, at, side="right").clip(0, len(ends) - 1)]
+        return self._rows[B]
+
+    def cpu_rows(self, B: int, omega: float) -> int:
+        """Leading rows that the CPU attends to."""
+        if self.phase == "prefill" or omega == 0:
+            return 0
+        rows = self.rows(B)
+        if len(self.work.groups) == 1:
+            return min(B, int(np.floor(omega * B + 0.5)))
+        taken = np.cumsum(rows + 1)
+        return int(np.searchsorted(taken - (rows + 1) / 2, omega * taken[-1], side="right"))
+
+    def __call__(self, s: Strategies) -> Pieces:
+        model = self.model
+        kept = Kept.of(model, s.s_params)
+        cpu_values, which = grouped((s.B, s.omega), lambda B, w: self.cpu_rows(int(B), float(w)))
+        cpu = np.array(cpu_values)[which]
+        gpu = s.B - cpu
+        b_a = np.minimum(s.b_a, np.maximum(1, gpu))
+        parts = -(-gpu // b_a)
+        last = gpu - (parts - 1) * b_a
+        if self.phase == "prefill":
+            b_a, last = -(-s.B // parts), s.B // parts
+        moe = bool(model.moe_layers)
+        spec = model.layers[self.layers[-1]]
+        n, group = spec.n_experts, np.minimum(s.expert_group, max(1, spec.n_experts))
+        stay = kept.n_experts / max(1, model.n_moe_layers)
+        passing = passing_groups(model, s, kept) / max(1, model.n_moe_layers)
+        routed = (s.fetch == FETCHES.index("routed")) & moe
+        active = n
+        if routed.any():
+            actives, which = grouped((s.B,), lambda B: self._active(int(B)))
+            active = np.where(routed, np.array(actives)[which], n)
+            passing = np.where(routed, -(-active // group) * (passing > 0), passing)
+        groups = np.ceil(passing - 1e-9).astype(np.int64)
+        left = np.where(routed, active, n - stay)
+        resident = np.where(routed & (groups > 0), 0, np.ceil(stay / group - 1e-9)).astype(np.int64)
+        slots, dense_slots = weight_slots(model, s, kept)
+        copies = 1 - kept.n_dense / model.n_layers
+
+        shape = (len(s), len(self.layers), len(KINDS))
+        seconds, loads = np.zeros(shape), np.zeros((*shape, len(RESOURCES)))
+
+        def put(p: int, kind: str, op: str, scale: np.ndarray | float, *columns: np.ndarray) -> None:
+            """``columns``: B, rows of the CPU, of a micro-batch, b_e, group, fetch: as needed."""
+            values, which = grouped(
+                columns or (np.zeros_like(s.B),), lambda *at: self._price(op, self.layers[p], at)
+            )
+            seconds[:, p, AT[kind]] = np.array([x[0] for x in values])[which] * scale
+            loads[:, p, AT[kind]] = np.array([x[1] for x in values])[which]
+
+        zero = np.zeros_like(s.B)
+        one = np.ones_like(s.B)
+        for p, index in enumerate(self.layers):
+            layer = model.layers[index]
+            put(p, "copy_dense", "copy_dense", copies)
+            if self.phase == "decode":
+                put(p, "pre_attn", "pre_attn", 1.0, s.B)
+                put(p, "post_attn", "post_attn", 1.0, s.B)
+                put(p, "send_qkv", "send_qkv", 1.0, s.B, cpu)
+                put(p, "attn_cpu", "attn_cpu", 1.0, s.B, cpu)
+                put(p, "recv_attn", "recv_attn", 1.0, s.B, cpu)
+                put(p, "append_kv", "append_kv", 1.0, s.B, cpu)
+                for kind, rows in (("", b_a), ("last_", last)):
+                    fetch = f"{kind}fetch" if kind else "fetch_kv"
+                    put(p, fetch, "fetch_kv", 1.0, s.B, cpu, rows)
+                    put(p, f"{kind}attention", "attn_gpu", 1.0, s.B, cpu, rows)
+            else:
+                for kind in ("pre_attn", "append_kv", "post_attn"):
+                    put(p, kind, kind, 1.0, s.B, zero, b_a)
+                put(p, "attention", "attn_prefill", 1.0, s.B, zero, b_a)
+                seconds[:, p, AT["last_attention"]] = seconds[:, p, AT["attention"]]
+                loads[:, p, AT["last_attention"]] = loads[:, p, AT["attention"]]
+            if layer.mlp == "dense":
+                put(p, "shared", "dense_mlp", 1.0, s.B, zero, one, s.b_e)
+                continue
+            put(p, "route", "route", 1.0, s.B)
+            put(p, "copy_counts", "copy_counts", 1.0, s.B)
+            put(p, "combine", "combine", 1.0, s.B)
+            if layer.shared_params:
+                put(p, "shared", "shared_expert", 1.0, s.B, zero, one, s.b_e)
+            # Each copy and each product stands for the mean of all of them.
+            share = left / np.maximum(1, groups * group) * np.where(routed, 1 - stay / max(1, n), 1)
+            put(p, "copy_expert", "copy_expert", share, zero + 1, zero, one, one, group, zero)
+            share = left / np.maximum(1, groups * group)
+            put(p, "expert", "expert", share, s.B, zero, one, s.b_e, group, s.fetch)
+            share = np.minimum(stay, left) / np.maximum(1, resident * group)
+            put(p, "resident", "expert", share, s.B, zero, one, s.b_e, group, zero)
+        columns = (s.B, zero, one, s.b_e)
+        ends, which = grouped(columns, lambda *at: sum(self._price(op, -1, at)[0] for op in _ENDS))
+        ahead, here = grouped(columns, self._ahead)
+        return Pieces(
+            seconds, loads, parts=parts, groups=groups, resident=resident, slots=slots,
+            kv_slots=s.kv_slots, dense_slots=dense_slots, on_cpu=cpu > 0,
+            copies_dense=copies > 0, routed=routed, ends_s=np.array(ends)[which],
+            ahead_s=np.array(ahead)[here], repeats=self.repeats,
+        )  # fmt: skip
+
+    def _ahead(self, *at: float) -> float:
+        """The layers ahead: the longer of their copies and of the GPU's products."""
+        total_s = 0.0
+        for i in self.ahead:
+            on_gpu = sum(
+                self._price(op, i, at)[0] for op in ("pre_attn", "post_attn", "dense_mlp")
+            )
+            total_s += max(on_gpu, self._price("copy_dense", i, at)[0])
+        return total_s
+
+    def _active(self, B: int) -> int:
+        return _Point(self, B).active_experts(self.layers[-1])
+
+    def _price(self, op: str, layer: int, at: Sequence[float]) -> tuple[float, np.ndarray]:
+        """Seconds of a task, and its loads by resource."""
+        key = (op, layer, *at)
+        if key not in self._known:
+            first = {"expert", "copy_expert"} & {op}
+            of_part = {"fetch_kv", "attn_gpu", "attn_prefill"} & {op} or self.phase == "prefill"
+            part = 0 if of_part and len(at) > 2 else -1
+            task = TaskId(op, self.phase, 0, layer, part, 0 if first else -1)
+            z = _Point(self, *(int(x) for x in at))
+            work = OPS[op].work(z, task)
+            work = work if work.launches else NO_WORK
+            estimate = self.cost.estimate(Task(task, OPS[op].lane, (), (), work))
+            draws = self.cost.loads(estimate)
+            loads = np.array([draws.get(name, 0.0) for name in RESOURCES])
+            self._known[key] = estimate.seconds, loads
+        return self._known[key]
+
+
+class _Point(Sizes):
+    """Sizes of one layer's tasks without a graph: the first micro-batch stands for all."""
+
+    def __init__(
+        self, pricer: Pricer, B: int = 1, cpu: int = 0, part: int = 0, b_e: int = 1,
+        group: int = 1, fetch: int = 0,
+    ) -> None:  # fmt: skip
+        self.model, self.phase = pricer.model, pricer.phase
+        self.strategy = Strategy(
+            max(1, B), max(1, part), b_e, expert_group=group, fetch=FETCHES[fetch]
+        )
+        self.layout = Layout(cpu, (part,))
+        self.shape = Shape((), ())
+        self.residency = residency(self.model, 0)
+        rows = pricer.rows(B)
+        if self.phase == "decode":
+            self._past, self._new = rows, np.broadcast_to(np.int64(1), (B,))
+        else:
+            self._past, self._new = np.broadcast_to(np.int64(0), (B,)), rows
+        self.all = Part(self._past, self._new)
+        self.cpu = self._between(0, cpu)
+        self.micro_batches = (self._between(cpu, cpu + part),)
+        self.gpu_rows = self._between(cpu, B)
+        self._expert_tokens = {}
+        self._ranked = {}
+
+    def _between(self, begin: int, end: int) -> Part:
+        return Part(self._past[begin:end], self._new[begin:end])
