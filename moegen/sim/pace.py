@@ -17,7 +17,7 @@ import numpy as np
 from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
 from moegen.sim.engine import ROUNDING
-from moegen.sim.pieces import AT, Pieces
+from moegen.sim.pieces import AT, KINDS, Pieces
 
 # Layers that are run; the first find nothing prefetched and the last has none behind it, so that
 # the pace is that of those between.
@@ -174,7 +174,7 @@ class _Batch:
         stamps = [_Layer(phase, *row) for row in zip(*(c[some].tolist() for c in columns), strict=True)]
         distinct = {stamp: i for i, stamp in enumerate(dict.fromkeys(stamps))}
         which = np.array([distinct[stamp] for stamp in stamps])
-        tables = [_stamped(stamp, layers) for stamp in distinct]
+        tables = [_stamped(stamp, layers, self.period) for stamp in distinct]
         longest = max(kind.shape[1] for kind, _, _ in tables)
         n = len(distinct)
         kind = np.zeros((n, 5, longest + 1), dtype=np.int64)
@@ -277,7 +277,8 @@ class _Batch:
         return speed
 
 
-def _stamped(x: _Layer, layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+@lru_cache(maxsize=4096)
+def _stamped(x: _Layer, layers: int, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Kinds and needs of all lanes' tasks over several layers, and where layers end on the GPU."""
     tasks = _tasks(x)
     sizes = [len(lane) for lane in tasks]
@@ -301,7 +302,8 @@ def _stamped(x: _Layer, layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
         stacked = first[None] + begin[:, None, None] * each[None]
         need[lane, : n * layers] = np.maximum(0, stacked).reshape(-1, 5)
         kinds = np.array([AT[name] for name, _ in of_layer])
-        kind[lane, : n * layers] = np.tile(kinds, layers)
+        # Layers of the pattern have durations of their own, one behind the other.
+        kind[lane, : n * layers] = (kinds + (begin % period)[:, None] * len(KINDS)).reshape(-1)
     return kind, need, (begin + 1) * sizes[GPU]
 
 

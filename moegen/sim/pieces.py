@@ -213,25 +213,27 @@ class Pricer:
             put(p, "expert", "expert", share, s.B, zero, one, s.b_e, group, s.fetch)
             share = np.minimum(stay, left) / np.maximum(1, resident * group)
             put(p, "resident", "expert", share, s.B, zero, one, s.b_e, group, zero)
-        columns = (s.B, zero, one, s.b_e)
-        ends, which = grouped(columns, lambda *at: sum(self._price(op, -1, at)[0] for op in _ENDS))
-        ahead, here = grouped(columns, self._ahead)
+        ends, which = grouped(
+            (s.B,), lambda *at: sum(self._price(op, -1, at)[0] for op in _ENDS)
+        )
+        made = seconds[:, -1]
+        attends_s = made[:, AT["pre_attn"]] + made[:, AT["post_attn"]] + np.maximum.reduce((
+            made[:, [AT[kind] for kind in ("send_qkv", "attn_cpu", "recv_attn")]].sum(axis=1),
+            np.maximum(0, parts - s.kv_slots) * made[:, AT["fetch_kv"]],
+            parts * made[:, AT["attention"]],
+        ))
+        ahead_s = np.zeros(len(s))
+        for i in self.ahead:
+            values, here = grouped((s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0])
+            mlp_s = np.array(values)[here]
+            copies_s = copies * self._price("copy_dense", i, (1,))[0]
+            ahead_s += np.maximum(attends_s + mlp_s, copies_s)
         return Pieces(
             seconds, loads, parts=parts, groups=groups, resident=resident, slots=slots,
             kv_slots=s.kv_slots, dense_slots=dense_slots, on_cpu=cpu > 0,
             copies_dense=copies > 0, routed=routed, ends_s=np.array(ends)[which],
-            ahead_s=np.array(ahead)[here], repeats=self.repeats,
+            ahead_s=ahead_s, repeats=self.repeats,
         )  # fmt: skip
-
-    def _ahead(self, *at: float) -> float:
-        """The layers ahead: the longer of their copies and of the GPU's products."""
-        total_s = 0.0
-        for i in self.ahead:
-            on_gpu = sum(
-                self._price(op, i, at)[0] for op in ("pre_attn", "post_attn", "dense_mlp")
-            )
-            total_s += max(on_gpu, self._price("copy_dense", i, at)[0])
-        return total_s
 
     def _active(self, B: int) -> int:
         return _Point(self, B).active_experts(self.layers[-1])
