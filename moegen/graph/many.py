@@ -188,18 +188,6 @@ class Ledgers:
         self.model, self.hw, self.work, self.batch = model, hw, work, batch
         self.phase: Phase = phase
 
-    def capacities(self, s: Strategies) -> tuple[list[Capacity], np.ndarray]:
-        """The distinct capacities that strategies ask for, and which is whose."""
-        return grouped(
-            (s.B, s.b_a, s.omega),
-            lambda B, b_a, omega: Capacity.worst(
-                Strategy(B=int(B), b_a=int(b_a), b_e=1, omega=float(omega)),
-                self.work,
-                self.phase,
-                self.batch,
-            ),
-        )
-
     def host_bytes(self, s: Strategies) -> np.ndarray:
         """Host memory of each strategy, shape [strategies]."""
 
@@ -207,7 +195,7 @@ class Ledgers:
             least = Strategy(B=int(B), b_a=1, b_e=1, omega=float(omega))
             return host_bytes(self.model, least, self.work, self.phase, self.batch)
 
-        values, which = grouped((s.B, s.omega), of)
+        values, which = Groups()((s.B, s.omega), of)
         return np.array(values, dtype=np.int64)[which]
 
     def gpu_bytes(self, s: Strategies) -> np.ndarray:
@@ -215,13 +203,25 @@ class Ledgers:
         kept = Kept.of(self.model, s.s_params)
         return self._total(self._beside(s, kept), kept.packed_bytes)
 
-    def with_most_params(self, s: Strategies) -> Strategies:
-        """The same with as many resident weights as the rest leaves room for, 0 if none."""
-        beside = self._beside(s, Kept.of(self.model, np.zeros_like(s.s_params)))
-        room = self.hw.gpu_memory_bytes - self._total(beside, np.zeros_like(s.s_params))
-        # A block is rounded up as it is taken: room for as much as is left less that.
-        room = np.maximum(0, room - (reserved_bytes(1) if self._allocates else 0)).astype(np.int64)
-        return s.with_(s_params=Kept.most(self.model, room))
+    def with_most_params(self, s: Strategies) -> tuple[Strategies, np.ndarray]:
+        """The same with as many resident weights as the rest leaves room for.
+
+        Returns
+        -------
+        Strategies
+        ndarray of int, shape [strategies]
+            GPU memory of each, at most; of one that does not fit without resident weights, that.
+        """
+        none = np.zeros_like(s.B)
+        beside = self._beside(s, Kept.of(self.model, none))
+        without = self._total(beside, none)
+        # A block is rounded up as it is taken: there is room for what is left less that.
+        rounding = reserved_bytes(1) if self._allocates else 0
+        room = np.maximum(0, self.hw.gpu_memory_bytes - without - rounding).astype(np.int64)
+        s_params = Kept.most(self.model, room)
+        with_ = self._total(beside, Kept.of(self.model, s_params).packed_bytes)
+        over = with_ > self.hw.gpu_memory_bytes  # a small block has a large segment to itself
+        return s.with_(s_params=np.where(over, 0, s_params)), np.where(over, without, with_)
 
     @property
     def _allocates(self) -> bool:
@@ -229,7 +229,8 @@ class Ledgers:
 
     def _beside(self, s: Strategies, kept: Kept) -> tuple[np.ndarray, np.ndarray]:
         """Bytes of the rings' block and of the working memory."""
-        capacities, which = self.capacities(s)
+        groups = Groups()
+        capacities, which = groups((s.B, s.b_a, s.omega), self._capacity)
         # What the GPU holds does not depend on the rows that the CPU attends to.
         gpu = {c: i for i, c in enumerate(dict.fromkeys(_on_gpu(c) for c in capacities))}
         which = np.array([gpu[_on_gpu(c)] for c in capacities])[which]
@@ -247,11 +248,15 @@ class Ledgers:
             )
             return *passing, others, working_bytes(self.model, least, self.phase, c)
 
-        values, which = grouped((which, s.b_e, s.expert_group), of)
+        values, which = groups((which, s.b_e, s.expert_group), of)
         kv, dense, expert, others, working = np.array(values, dtype=np.int64)[which].T
         slots, dense_slots = weight_slots(self.model, s, kept)
         rings = others + aligned(s.kv_slots * kv, dense_slots * dense, slots * expert)
         return rings, working
+
+    def _capacity(self, B: float, b_a: float, omega: float) -> Capacity:
+        s = Strategy(B=int(B), b_a=int(b_a), b_e=1, omega=float(omega))
+        return Capacity.worst(s, self.work, self.phase, self.batch)
 
     def _total(self, beside: tuple[np.ndarray, np.ndarray], packed: np.ndarray) -> np.ndarray:
         blocks = (np.full(packed.shape, self.model.head_bytes), packed, *beside)
@@ -285,13 +290,33 @@ def _on_gpu(c: Capacity) -> Capacity:
     )
 
 
-def grouped(
-    columns: Sequence[np.ndarray], of: Callable[..., Any]
-) -> tuple[list[Any], np.ndarray]:
-    """``of`` each distinct row of some columns, and which of them belongs to each row."""
-    code = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        values, index = np.unique(column, return_inverse=True)
-        code = code * len(values) + index
-    _, first, which = np.unique(code, return_index=True, return_inverse=True)
-    return [of(*(column[i] for column in columns)) for i in first], which
+class Groups:
+    """Rows of columns that are alike, found once for each column however often it is asked for."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, tuple[np.ndarray, np.ndarray, int]] = {}
+
+    def __call__(
+        self, columns: Sequence[np.ndarray], of: Callable[..., Any]
+    ) -> tuple[list[Any], np.ndarray]:
+        """``of`` each distinct row of some columns, and which of them belongs to each row."""
+        code, size = np.zeros(len(columns[0]), dtype=np.int64), 1
+        for column in columns:
+            index, n = self._code(column)
+            code, size = code * n + index, size * n
+            if size > 8 * len(code) + 1024:
+                values, code = np.unique(code, return_inverse=True)
+                size = len(values)
+        first = np.full(size, -1, dtype=np.int64)
+        first[code[::-1]] = np.arange(len(code) - 1, -1, -1)
+        there = first >= 0
+        which = (np.cumsum(there) - 1)[code]
+        return [of(*(column[i] for column in columns)) for i in first[there]], which
+
+    def _code(self, column: np.ndarray) -> tuple[np.ndarray, int]:
+        if id(column) not in self._codes:
+            values, index = np.unique(column, return_inverse=True)
+            # The column is kept, so that its id stays its own.
+            self._codes[id(column)] = column, index, len(values)
+        _, index, n = self._codes[id(column)]
+        return index, n

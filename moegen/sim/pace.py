@@ -17,11 +17,11 @@ import numpy as np
 from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
 from moegen.sim.engine import ROUNDING
-from moegen.sim.pieces import AT, KINDS, Pieces
+from moegen.sim.pieces import AT, KINDS, LANES, Pieces
 
 # Layers that are run; the first find nothing prefetched and the last has none behind it, so that
 # the pace is that of those between.
-LAYERS, FIRST = 6, 1
+LAYERS, FIRST = 5, 1
 # More groups of experts, or micro-batches, than this are taken several at a time.
 MOST_GROUPS, MOST_PARTS = 16, 12
 GPU, BULK, KV, ACT, CPU = range(5)
@@ -108,7 +108,7 @@ def coarse(p: Pieces) -> Pieces:
 
     def times(factor: np.ndarray, *kinds: str) -> None:
         for kind in kinds:
-            seconds[:, :, AT[kind]] *= factor[:, None]
+            seconds[:, AT[kind]] *= factor
 
     def scaled(n: np.ndarray, by: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Fewer of them, and how much longer each is."""
@@ -153,9 +153,9 @@ def pace_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> np.
     """
     pace = np.empty(len(p))
     tasks = 2 * p.groups + p.resident + p.parts * (2 if phase == "decode" else 4)
-    order = np.argsort(tasks, kind="stable")
     # Those with about as many tasks go together: the loop turns as often as the longest needs.
-    for some in np.array_split(order, max(1, min(4, len(order) // 64))):
+    many = tasks > 2 * tasks.min(initial=0) + 16
+    for some in (np.flatnonzero(~many), np.flatnonzero(many)):
         if len(some):
             pace[some] = _Batch(p, some, cost, phase, shared).run()
     return pace
@@ -167,8 +167,8 @@ class _Batch:
     def __init__(
         self, p: Pieces, some: np.ndarray, cost: CostModel, phase: Phase, shared: bool
     ) -> None:
-        layers = LAYERS * p.seconds.shape[1] if p.seconds.shape[1] > 1 else LAYERS
-        self.period = p.seconds.shape[1]
+        self.period = len(p.seconds)
+        layers = LAYERS * self.period
         columns = (p.parts, p.groups, p.resident, p.slots, p.kv_slots, p.dense_slots, p.on_cpu,
                    p.copies_dense, p.routed)  # fmt: skip
         stamps = [_Layer(phase, *row) for row in zip(*(c[some].tolist() for c in columns), strict=True)]
@@ -186,9 +186,14 @@ class _Batch:
             ends[i] = gpu_ends
         self.kind, self.need, self.ends = kind, need, ends[which]
         self.which = which
-        used = [r for r in range(len(RESOURCES)) if shared and p.loads[:, :, :, r].any()]
-        self.seconds = p.seconds[some].reshape(len(some), -1)
-        self.loads = p.loads[some][:, :, :, used].reshape(len(some), -1, len(used))
+        # What only one lane draws on is never short.
+        drawn = p.draws.any(axis=0)
+        lanes = [drawn[[AT[kind] for kind in kinds]].any(axis=0) for kinds in LANES.values()]
+        used = np.flatnonzero(np.sum(lanes, axis=0) > 1) if shared else np.zeros(0, dtype=int)
+        # By strategy, then by kind of the first layer of the pattern, the second, ...
+        self.seconds = np.moveaxis(p.seconds[:, :, some], 2, 0).reshape(len(some), -1)
+        loads = np.moveaxis(p.loads[:, :, used][..., some], 3, 0)
+        self.loads = loads.reshape(len(some), -1, len(used))
         names = [RESOURCES[r] for r in used]
         alone, both = cost.capacities(()), cost.capacities(("h2d", "d2h"))
         self.alone = np.array([alone.get(name, np.inf) for name in names])

@@ -10,26 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from moegen.graph.many import FETCHES, Kept, Strategies, grouped, passing_groups, weight_slots
+from moegen.graph.many import FETCHES, Groups, Kept, Strategies, passing_groups, weight_slots
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import OPS
 from moegen.graph.residency import residency
 from moegen.graph.shape import Part, Shape, Sizes
 from moegen.graph.strategy import Strategy
-from moegen.graph.task import NO_WORK, Layout, Task, TaskId
-from moegen.graph.waves import even
+from moegen.graph.task import NO_WORK, Lane, Layout, Task, TaskId
 from moegen.graph.workload import Workload
 from moegen.sim.cost import RESOURCES, CostModel
 
 # Kinds of tasks by lane, in the order in which a layer queues them.
-KINDS = (
-    "copy_dense", "copy_expert", "pre_attn", "attention", "last_attention", "post_attn", "route",
-    "shared", "resident", "expert", "combine", "fetch_kv", "last_fetch", "append_kv", "send_qkv",
-    "recv_attn", "copy_counts", "attn_cpu",
-)  # fmt: skip
+LANES = {
+    Lane.GPU: (
+        "pre_attn", "attention", "last_attention", "post_attn", "route", "shared", "resident",
+        "expert", "combine",
+    ),
+    Lane.BULK: ("copy_dense", "copy_expert"),
+    Lane.KV: ("fetch_kv", "last_fetch", "append_kv"),
+    Lane.ACT: ("send_qkv", "recv_attn", "copy_counts"),
+    Lane.CPU: ("attn_cpu",),
+}  # fmt: skip
+KINDS = tuple(kind for kinds in LANES.values() for kind in kinds)
 AT = {kind: i for i, kind in enumerate(KINDS)}
 # What a step does outside its layers, one after the other.
 _ENDS = ("copy_rows", "embed", "lm_head", "sample", "copy_tokens")
@@ -41,9 +47,11 @@ class Pieces:
 
     Attributes
     ----------
-    seconds : ndarray, shape [strategies, layers of the pattern, kinds]
-    loads : ndarray, shape [strategies, layers of the pattern, kinds, resources]
+    seconds : ndarray, shape [layers of the pattern, kinds, strategies]
+    loads : ndarray, shape [layers of the pattern, kinds, resources, strategies]
         Units a second that a task draws at full speed.
+    draws : ndarray of bool, shape [layers of the pattern, kinds, resources]
+        Where loads are other than 0.
     parts, groups, resident : ndarray of int, shape [strategies]
         Micro-batches; groups of experts that are copied, and that stay on the GPU.
     slots, kv_slots, dense_slots : ndarray of int, shape [strategies]
@@ -59,6 +67,7 @@ class Pieces:
 
     seconds: np.ndarray
     loads: np.ndarray
+    draws: np.ndarray
     parts: np.ndarray
     groups: np.ndarray
     resident: np.ndarray
@@ -140,7 +149,8 @@ class Pricer:
     def __call__(self, s: Strategies) -> Pieces:
         model = self.model
         kept = Kept.of(model, s.s_params)
-        cpu_values, which = grouped((s.B, s.omega), lambda B, w: self.cpu_rows(int(B), float(w)))
+        groups_of = Groups()
+        cpu_values, which = groups_of((s.B, s.omega), lambda B, w: self.cpu_rows(int(B), float(w)))
         cpu = np.array(cpu_values)[which]
         gpu = s.B - cpu
         b_a = np.minimum(s.b_a, np.maximum(1, gpu))
@@ -156,7 +166,7 @@ class Pricer:
         routed = (s.fetch == FETCHES.index("routed")) & moe
         active = n
         if routed.any():
-            actives, which = grouped((s.B,), lambda B: self._active(int(B)))
+            actives, which = groups_of((s.B,), lambda B: self._active(int(B)))
             active = np.where(routed, np.array(actives)[which], n)
             passing = np.where(routed, -(-active // group) * (passing > 0), passing)
         groups = np.ceil(passing - 1e-9).astype(np.int64)
@@ -165,39 +175,45 @@ class Pricer:
         slots, dense_slots = weight_slots(model, s, kept)
         copies = 1 - kept.n_dense / model.n_layers
 
-        shape = (len(s), len(self.layers), len(KINDS))
-        seconds, loads = np.zeros(shape), np.zeros((*shape, len(RESOURCES)))
+        shape = (len(self.layers), len(KINDS))
+        seconds, loads = np.zeros((*shape, len(s))), np.zeros((*shape, len(RESOURCES), len(s)))
+        draws = np.zeros((*shape, len(RESOURCES)), dtype=bool)
+        zero, one = np.zeros_like(s.B), np.ones_like(s.B)
 
         def put(p: int, kind: str, op: str, scale: np.ndarray | float, *columns: np.ndarray) -> None:
             """``columns``: B, rows of the CPU, of a micro-batch, b_e, group, fetch: as needed."""
-            values, which = grouped(
-                columns or (np.zeros_like(s.B),), lambda *at: self._price(op, self.layers[p], at)
+            values, which = groups_of(
+                columns or (zero,), lambda *at: self._price(op, self.layers[p], at)
             )
-            seconds[:, p, AT[kind]] = np.array([x[0] for x in values])[which] * scale
-            loads[:, p, AT[kind]] = np.array([x[1] for x in values])[which]
+            k = AT[kind]
+            seconds[p, k] = np.array([x[0] for x in values])[which] * scale
+            drawn = np.array([x[1] for x in values]).T
+            draws[p, k] = drawn.any(axis=1)
+            for r in np.flatnonzero(draws[p, k]):
+                loads[p, k, r] = drawn[r][which]
 
-        zero = np.zeros_like(s.B)
-        one = np.ones_like(s.B)
         for p, index in enumerate(self.layers):
             layer = model.layers[index]
             put(p, "copy_dense", "copy_dense", copies)
             if self.phase == "decode":
                 put(p, "pre_attn", "pre_attn", 1.0, s.B)
                 put(p, "post_attn", "post_attn", 1.0, s.B)
-                put(p, "send_qkv", "send_qkv", 1.0, s.B, cpu)
-                put(p, "attn_cpu", "attn_cpu", 1.0, s.B, cpu)
-                put(p, "recv_attn", "recv_attn", 1.0, s.B, cpu)
-                put(p, "append_kv", "append_kv", 1.0, s.B, cpu)
-                for kind, rows in (("", b_a), ("last_", last)):
-                    fetch = f"{kind}fetch" if kind else "fetch_kv"
-                    put(p, fetch, "fetch_kv", 1.0, s.B, cpu, rows)
-                    put(p, f"{kind}attention", "attn_gpu", 1.0, s.B, cpu, rows)
+                put(p, "append_kv", "append_kv", 1.0, gpu)
+                # Rows come in no order: any so many are like a batch of their own.
+                for kind in ("send_qkv", "attn_cpu", "recv_attn"):
+                    put(p, kind, kind, 1.0, cpu, cpu)
+                for kind, rest, op in (
+                    ("fetch_kv", "last_fetch", "fetch_kv"),
+                    ("attention", "last_attention", "attn_gpu"),
+                ):
+                    put(p, kind, op, 1.0, b_a, zero, b_a)
+                    for array in (seconds, loads, draws):
+                        array[p, AT[rest]] = array[p, AT[kind]]
+                    seconds[p, AT[rest]] *= last / b_a
             else:
                 for kind in ("pre_attn", "append_kv", "post_attn"):
-                    put(p, kind, kind, 1.0, s.B, zero, b_a)
-                put(p, "attention", "attn_prefill", 1.0, s.B, zero, b_a)
-                seconds[:, p, AT["last_attention"]] = seconds[:, p, AT["attention"]]
-                loads[:, p, AT["last_attention"]] = loads[:, p, AT["attention"]]
+                    put(p, kind, kind, 1.0, b_a, zero, b_a)
+                put(p, "attention", "attn_prefill", 1.0, b_a, zero, b_a)
             if layer.mlp == "dense":
                 put(p, "shared", "dense_mlp", 1.0, s.B, zero, one, s.b_e)
                 continue
@@ -213,23 +229,23 @@ class Pricer:
             put(p, "expert", "expert", share, s.B, zero, one, s.b_e, group, s.fetch)
             share = np.minimum(stay, left) / np.maximum(1, resident * group)
             put(p, "resident", "expert", share, s.B, zero, one, s.b_e, group, zero)
-        ends, which = grouped(
+        ends, which = groups_of(
             (s.B,), lambda *at: sum(self._price(op, -1, at)[0] for op in _ENDS)
         )
-        made = seconds[:, -1]
-        attends_s = made[:, AT["pre_attn"]] + made[:, AT["post_attn"]] + np.maximum.reduce((
-            made[:, [AT[kind] for kind in ("send_qkv", "attn_cpu", "recv_attn")]].sum(axis=1),
-            np.maximum(0, parts - s.kv_slots) * made[:, AT["fetch_kv"]],
-            parts * made[:, AT["attention"]],
+        made = seconds[-1]
+        attends_s = made[AT["pre_attn"]] + made[AT["post_attn"]] + np.maximum.reduce((
+            made[[AT[kind] for kind in ("send_qkv", "attn_cpu", "recv_attn")]].sum(axis=0),
+            np.maximum(0, parts - s.kv_slots) * made[AT["fetch_kv"]],
+            parts * made[AT["attention"]],
         ))
         ahead_s = np.zeros(len(s))
         for i in self.ahead:
-            values, here = grouped((s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0])
+            values, here = groups_of((s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0])
             mlp_s = np.array(values)[here]
             copies_s = copies * self._price("copy_dense", i, (1,))[0]
             ahead_s += np.maximum(attends_s + mlp_s, copies_s)
         return Pieces(
-            seconds, loads, parts=parts, groups=groups, resident=resident, slots=slots,
+            seconds, loads, draws, parts=parts, groups=groups, resident=resident, slots=slots,
             kv_slots=s.kv_slots, dense_slots=dense_slots, on_cpu=cpu > 0,
             copies_dense=copies > 0, routed=routed, ends_s=np.array(ends)[which],
             ahead_s=ahead_s, repeats=self.repeats,
@@ -256,6 +272,11 @@ class Pricer:
         return self._known[key]
 
 
+@lru_cache(maxsize=1024)
+def _strategy(b_e: int, group: int, fetch: int) -> Strategy:
+    return Strategy(1, 1, b_e, expert_group=group, fetch=FETCHES[fetch])
+
+
 class _Point(Sizes):
     """Sizes of one layer's tasks without a graph: the first micro-batch stands for all."""
 
@@ -264,9 +285,7 @@ class _Point(Sizes):
         group: int = 1, fetch: int = 0,
     ) -> None:  # fmt: skip
         self.model, self.phase = pricer.model, pricer.phase
-        self.strategy = Strategy(
-            max(1, B), max(1, part), b_e, expert_group=group, fetch=FETCHES[fetch]
-        )
+        self.strategy = _strategy(b_e, group, fetch)
         self.layout = Layout(cpu, (part,))
         self.shape = Shape((), ())
         self.residency = residency(self.model, 0)
