@@ -118,21 +118,24 @@ class Section:
         """Whether it fits."""
         return self.free_bytes >= 0
 
+    @property
+    def blamed(self) -> Line:
+        """The biggest line that a strategy can change, or the first where the others are too much."""
+        fixed = [x for x in self.lines if x.name in _FIXED]
+        if sum(x.bytes for x in fixed) > self.capacity_bytes:
+            return fixed[0]
+        return max((x for x in self.lines if x not in fixed), key=lambda line: line.bytes)
+
     def require(self) -> None:
         """Raise Infeasible unless it fits."""
         if self.fits:
             return
         biggest = sorted(self.lines, key=lambda line: line.bytes, reverse=True)
         listed = ", ".join(f"{x.name} {format_bytes(x.bytes)}" for x in biggest[:3])
-        fixed = [x for x in self.lines if x.name in _FIXED]
-        if sum(x.bytes for x in fixed) <= self.capacity_bytes:
-            blame = next(x for x in biggest if x not in fixed)
-        else:
-            blame = fixed[0]
         raise Infeasible(
             f"does not fit {self.name} memory: needs {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.capacity_bytes)}, {format_bytes(-self.free_bytes)} too much; "
-            f"biggest are {listed}. Try {_REMEDY[blame.name]}",
+            f"biggest are {listed}. Try {_REMEDY[self.blamed.name]}",
             line=self.name,
             limit_bytes=self.capacity_bytes,
             need_bytes=self.total_bytes,

@@ -1,0 +1,403 @@
+"""plan(): the strategies of a job, searched: enumerate, ledger, rough period, pace, whole job.
+
+Tens of thousands of strategies go through the ledger and get a rough period, all in arrays
+(`moegen.sim.rough`). The best of them, each with the best ω for its other knobs, are run in step
+(`moegen.sim.pace`), and what is near the best of those, until nothing near is better. Whole jobs of
+the last few decide (`moegen.sim.job`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.bisect import greatest
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.many import Ledgers, Strategies
+from moegen.graph.memory import host_bytes, memory
+from moegen.graph.model import ModelSpec, Phase
+from moegen.graph.sound import saying_what_is_left_free, sound_plan, with_headroom
+from moegen.graph.strategy import Plan, Rejected, Strategy
+from moegen.graph.workload import Workload
+from moegen.sim.cost import CostModel
+from moegen.sim.job import JobEstimate, estimate_job
+from moegen.sim.pace import periods_s
+from moegen.sim.pieces import Pricer
+from moegen.sim.rough import bounds_s, roughly_s
+from moegen.sim.space import decode_grid, near, prefill_grid
+from moegen.sim.why import notes
+
+# Of the grid so many are run in step: the best of each choice of all knobs but ω.
+MOST_PACED, MOST_WAVES_PACED = 72, 24
+# Steps of ω around the best, one after the other: the period is steep on both sides.
+OMEGA_STEPS = (0.02, 0.005, 0.001)
+# Whole jobs are compared where the estimates before were as near as this; of jobs that take as
+# long as each other, the one that decodes faster is taken.
+NEARLY, EQUAL = 1.03, 1.002
+
+
+def plan(
+    model: ModelSpec,
+    hw: HardwareSpec,
+    work: Workload,
+    cost: CostModel | None = None,
+    *,
+    headroom: bool = False,
+    **fixed: Any,
+) -> Plan:
+    """Search the strategies that finish a job soonest on a machine.
+
+    Parameters
+    ----------
+    cost : CostModel, optional
+        ``CostModel.roofline(hw)`` unless given.
+    headroom : bool
+        Leave 3% of the GPU's and 5% of the host's memory free for what no ledger sees: a CUDA
+        context, other processes, the page cache. For a plan that is to be run on a machine whose
+        capacities are all that it has.
+    **fixed
+        Fields of decode's Strategy that stay as given: ``B=``, ``omega=`` and so on. Of these
+        ``b_e``, ``dense_slots`` and ``expert_group`` are prefill's too.
+
+    Returns
+    -------
+    Plan
+        With what it is predicted to do.
+
+    Raises
+    ------
+    Infeasible
+        If nothing fits with what is fixed: names the ledger's section and by how much it is
+        short.
+    InvalidInput
+        If a fixed field is unknown or no value of it can be that.
+    """
+    for value, kind, name in (
+        (model, ModelSpec, "model"), (hw, HardwareSpec, "hw"), (work, Workload, "work"),
+    ):  # fmt: skip
+        if not isinstance(value, kind):
+            raise InvalidInput(f"{name} must be a {kind.__name__}, got {value!r}")
+    search = _Search(
+        model, with_headroom(hw) if headroom else hw, work, cost or CostModel.roofline(hw),
+        _checked(fixed),
+    )  # fmt: skip
+    if not headroom:
+        return search.plan()
+    with saying_what_is_left_free():
+        return search.plan()
+
+
+def _checked(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """What is fixed, as a Strategy takes it."""
+    known = [f.name for f in fields(Strategy)]
+    unknown = fixed.keys() - set(known)
+    if unknown:
+        raise InvalidInput(
+            f"plan() has no argument {', '.join(sorted(unknown))}: a Strategy's fields can be "
+            f"fixed, which are {', '.join(known)}"
+        )
+    s = Strategy(**{"B": 1, "b_a": 1, "b_e": 1} | dict(fixed))
+    return {name: getattr(s, name) for name in fixed}
+
+
+@dataclass
+class _Found:
+    """Strategies of a phase with seconds of a step of each, the best first."""
+
+    s: Strategies
+    step_s: np.ndarray
+    job_s: np.ndarray
+
+
+class _Search:
+    def __init__(
+        self, model: ModelSpec, hw: HardwareSpec, work: Workload, cost: CostModel,
+        fixed: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.model, self.hw, self.work, self.cost = model, hw, work, cost
+        self.asked = dict(fixed)
+        if "B" in fixed:
+            fixed["B"] = min(fixed["B"], work.n)
+        if "b_a" in fixed and "B" in fixed:
+            fixed["b_a"] = min(fixed["b_a"], fixed["B"])
+        self.fixed = fixed
+        self.ledgers = Ledgers(model, hw, work)
+        self.pricers: dict[Phase, Pricer] = {
+            phase: Pricer(model, cost, work, phase) for phase in ("prefill", "decode")
+        }
+        self.n_evaluated = 0
+        self.rejected: list[Rejected] = []
+        self.prefills: dict[int, Strategy] = {}
+        self.steps = max(0.0, work.gen_tokens / work.n - 1)
+
+    def plan(self) -> Plan:
+        most = self._most_rows()
+        first = min(most, self.work.n)
+        # What prefill takes a row, and a wave at least, whatever decode does.
+        self.prefill = self._prefill(first)
+        wave_s, self.wave_least_s, rows = self.prefill_step
+        self.row_s = wave_s / rows
+        found = self._decode(most)
+        best = self._finalists(found)
+        (job, chosen), *_ = best
+        return self._with_gains(chosen, job, found)
+
+    def _most_rows(self) -> int:
+        """Rows that host memory holds; those that are fixed if it does."""
+        kept = {k: v for k, v in self.fixed.items() if k not in ("B", "b_a")}
+        least = Strategy(B=1, b_a=1, b_e=1, kv_slots=1, dense_slots=1).with_(**kept)
+        memory(self.model, self.hw, least, self.work).require()
+        if "B" in self.fixed:
+            memory(self.model, self.hw, least.with_(B=self.fixed["B"]), self.work).require()
+            return self.fixed["B"]
+        return self._most_rows_of(least, self.work.n)
+
+    def _most_rows_of(self, s: Strategy, at_most: int) -> int:
+        def fits(B: int) -> bool:
+            return self._host_bytes(s.with_(B=B)) <= self.hw.host_memory_bytes
+
+        return greatest(1, at_most, fits)
+
+    def _host_bytes(self, s: Strategy) -> int:
+        return host_bytes(self.model, s, self.work)
+
+    # -- decode ------------------------------------------------------------------------------
+
+    def _decode(self, most: int) -> _Found:
+        s = self._fitting(decode_grid(self.model, self.work, most, self.fixed), "decode")
+        if not len(s):
+            s = self._smallest(most)
+        p = self.pricers["decode"](s)
+        step_s = roughly_s(p, self.cost, "decode")
+        self.n_evaluated += len(s)
+        job_s = self._job_s(s, step_s, bounds_s(p, self.cost, "decode")["lane BULK"])
+        found = self._paced(s.take(_best_of_each(s, job_s, MOST_PACED)))
+        self.without_cpu = self._rate(found, found.s.omega == 0)
+        sound = self._sound()
+        for step in OMEGA_STEPS:
+            bases = [found.s.strategy(i) for i in _apart(found)]
+            bases += [self._fuller(bases[0])] + sound
+            sound = []
+            some = self._fitting(near(self.model, bases, step, self.fixed), None)
+            more = self._paced(some)
+            found = _merged(found, more)
+        return found
+
+    def _fuller(self, s: Strategy) -> Strategy:
+        """With as many rows as go in as many batches, if host memory holds them."""
+        if "B" in self.fixed:
+            return s
+        B = self._most_rows_of(s, self.work.n)
+        return s.with_(B=B)
+
+    def _sound(self) -> list[Strategy]:
+        """What the sound choice is, so that the search is not worse by its own measure."""
+        try:
+            return [sound_plan(self.model, self.hw, self.work, self.fixed).decode]
+        except Infeasible:
+            return []
+
+    def _smallest(self, most: int) -> Strategies:
+        """What fits though nothing of the grid did: fewest rows, smallest slots."""
+        base = Strategy(B=1, b_a=1, b_e=256, kv_slots=1, dense_slots=1)
+        base = base.with_(**{k: v for k, v in self.fixed.items() if k != "B"})
+        rows = self.fixed.get("B") or greatest(
+            1, most, lambda B: memory(self.model, self.hw, base.with_(B=B), self.work).fits
+        )
+        s = base.with_(B=rows)
+        memory(self.model, self.hw, s, self.work).require()
+        return Strategies.of([s])
+
+    def _fitting(self, s: Strategies, phase: Phase | None) -> Strategies:
+        """Those that fit, with the weights that the rest leaves room for resident.
+
+        Those that do not are noted, if ``phase`` says for whom.
+        """
+        ledgers = self.ledgers
+        if "s_params" in self.fixed:
+            s = s.with_(s_params=self.fixed["s_params"])
+            gpu = ledgers.gpu_bytes(s)
+        else:
+            s, gpu = ledgers.with_most_params(s)
+        host = ledgers.host_bytes(s)
+        if phase is not None:
+            self._reject(s, phase, host, gpu)
+        return s.take((host <= self.hw.host_memory_bytes) & (gpu <= self.hw.gpu_memory_bytes))
+
+    def _reject(
+        self, s: Strategies, phase: Phase, host: np.ndarray, gpu: np.ndarray, batch: int | None = None
+    ) -> None:
+        host_over, gpu_over = host - self.hw.host_memory_bytes, gpu - self.hw.gpu_memory_bytes
+        gpu_over = np.where(host_over > 0, 0, gpu_over)  # each once
+        for section, over in (("host", host_over), ("gpu", gpu_over)):
+            if not (over > 0).any():
+                continue
+            i = int(np.where(over > 0, over, np.inf).argmin())
+            example = s.strategy(i)
+            ledger = memory(self.model, self.hw, example, self.work, phase=phase, batch=batch)
+            short = getattr(ledger, section)
+            self.rejected.append(
+                Rejected(
+                    phase, section, short.blamed.name, int((over > 0).sum()), -short.free_bytes,
+                    example,
+                )
+            )  # fmt: skip
+
+    def _paced(self, s: Strategies) -> _Found:
+        p = self.pricers["decode"](s)
+        step_s = periods_s(p, self.cost, "decode")
+        self.n_evaluated += len(s)
+        job_s = self._job_s(s, step_s, bounds_s(p, self.cost, "decode")["lane BULK"])
+        return _sorted(_Found(s, step_s, job_s))
+
+    def _job_s(self, s: Strategies, step_s: np.ndarray, least_s: np.ndarray) -> np.ndarray:
+        """Seconds of the job: of whole batches, and of the rows that are left."""
+        full, rest = np.divmod(self.work.n, s.B)
+
+        def prefill_s(rows: np.ndarray) -> np.ndarray:
+            return np.maximum(rows * self.row_s, self.wave_least_s)
+
+        rest_s = np.maximum(step_s * rest / s.B, np.minimum(least_s, step_s))
+        rest_s = prefill_s(rest) + self.steps * rest_s
+        return full * (prefill_s(s.B) + self.steps * step_s) + (rest > 0) * rest_s
+
+    # -- prefill -----------------------------------------------------------------------------
+
+    def _prefill(self, batch: int) -> Strategy:
+        """The best strategy of the waves of a batch."""
+        if batch in self.prefills:
+            return self.prefills[batch]
+        ledgers = Ledgers(self.model, self.hw, self.work, "prefill", batch)
+        s, gpu = ledgers.with_most_params(
+            prefill_grid(self.model, self.work, batch, self.fixed)
+        )
+        fits = gpu <= self.hw.gpu_memory_bytes
+        self._reject(s, "prefill", np.zeros_like(gpu), gpu, batch)
+        if not fits.any():
+            i = int(gpu.argmin())
+            memory(
+                self.model, self.hw, s.strategy(i), self.work, phase="prefill", batch=batch
+            ).gpu.require()
+        s = s.take(fits)
+        pricer = self.pricers["prefill"]
+        self.n_evaluated += len(s)
+        waves = -(-batch // s.B)
+        rough_s = roughly_s(pricer(s), self.cost, "prefill")
+        some = np.argsort(waves * rough_s, kind="stable")[:MOST_WAVES_PACED]
+        s, waves = s.take(some), waves[some]
+        p = pricer(s)
+        step_s = periods_s(p, self.cost, "prefill")
+        i = int((waves * step_s).argmin())
+        least_s = bounds_s(p, self.cost, "prefill")["lane BULK"][i]
+        self.prefill_step = float(step_s[i]), float(least_s), int(s.B[i])
+        self.prefills[batch] = s.strategy(i)
+        return self.prefills[batch]
+
+    # -- the last few ------------------------------------------------------------------------
+
+    def _finalists(self, found: _Found) -> list[tuple[JobEstimate, Plan]]:
+        """Whole jobs of the best, and of what is nearly as good with other rows in flight."""
+        chosen: dict[int, int] = {}
+        for i, (B, job_s) in enumerate(zip(found.s.B.tolist(), found.job_s.tolist(), strict=True)):
+            if job_s > NEARLY * found.job_s[0] or len(chosen) == 3:
+                break
+            chosen.setdefault(B, i)
+        plans = []
+        for B, i in chosen.items():
+            s = Plan(prefill=self._prefill(B), decode=found.s.strategy(i))
+            plans.append((self._job(s), s, B / found.step_s[i]))
+        soonest = min(job.time_s for job, _, _ in plans)
+        equal = [x for x in plans if x[0].time_s <= EQUAL * soonest]
+        job, s, _ = max(equal, key=lambda x: x[2])
+        return [(job, s)]
+
+    def _job(self, s: Plan) -> JobEstimate:
+        prompts, answers = self.work.lengths
+        return estimate_job(self.model, s, prompts.tolist(), answers.tolist(), self.cost)
+
+    def _with_gains(self, s: Plan, job: JobEstimate, found: _Found) -> Plan:
+        binds, share = {}, {}
+        for phase, strategy in (("prefill", s.prefill), ("decode", s.decode)):
+            p = self.pricers[phase](Strategies.of([strategy]))
+            parts = {k: float(v[0]) for k, v in bounds_s(p, self.cost, phase).items()}
+            binds[phase] = max(parts, key=lambda name: parts[name])
+            step_s = float(periods_s(p, self.cost, phase)[0])
+            share[phase] = min(1.0, parts[binds[phase]] / step_s) if step_s else 1.0
+        work = self.work
+        decoded = work.gen_tokens - work.n
+        return replace(
+            s,
+            throughput=work.gen_tokens / job.time_s,
+            prefill_tokens_per_s=work.prompt_tokens / job.prefill_s,
+            decode_tokens_per_s=decoded / job.decode_s if job.decode_s else None,
+            time_s=job.time_s,
+            prefill_s=job.prefill_s,
+            decode_s=job.decode_s,
+            load_s=0.0,
+            binds=binds,
+            bound_share=share,
+            n_evaluated=self.n_evaluated,
+            rejected=tuple(self.rejected),
+            notes=notes(
+                self.model, self.work, s, self.asked, binds["decode"],
+                gain=self._gain(s.decode, found),
+            ),
+        )  # fmt: skip
+
+    def _gain(self, s: Strategy, found: _Found) -> float | None:
+        """How much faster decode is than the best with ω = 0; None where that was not looked at."""
+        if self.without_cpu is None:
+            return None
+        return self._rate(found, found.s.B > 0) / self.without_cpu - 1
+
+    def _rate(self, found: _Found, which: np.ndarray) -> Any:
+        if not which.any():
+            return None
+        return 1 / found.job_s[which].min()
+
+
+def _best_of_each(s: Strategies, job_s: np.ndarray, most: int) -> np.ndarray:
+    """Indices of the soonest: of each choice of all but ω the best alone, and some without CPU."""
+    order = np.argsort(job_s, kind="stable")
+    names = ("B", "b_a", "b_e", "s_expert", "kv_slots", "dense_slots", "expert_group", "fetch")
+    code = np.zeros(len(s), dtype=np.int64)
+    for name in names:
+        values, index = np.unique(getattr(s, name), return_inverse=True)
+        code = code * len(values) + index
+    first = np.unique(code[order], return_index=True)[1]
+    best = order[np.sort(first)][:most]
+    on_gpu = order[s.omega[order] == 0][: most // 9]
+    return np.unique(np.concatenate([best, on_gpu]))
+
+
+def _apart(found: _Found) -> list[int]:
+    """Indices of the best, and of the best with other rows in flight or other slots for experts."""
+    seen: Counter[int] = Counter()
+    chosen: list[int] = []
+    for i, B in enumerate(found.s.B.tolist()):
+        if not seen[B]:
+            chosen.append(i)
+        seen[B] += 1
+        if len(chosen) == 2:
+            break
+    return chosen
+
+
+def _sorted(found: _Found) -> _Found:
+    order = np.argsort(found.job_s, kind="stable")
+    return _Found(found.s.take(order), found.step_s[order], found.job_s[order])
+
+
+def _merged(one: _Found, other: _Found) -> _Found:
+    return _sorted(
+        _Found(
+            Strategies.concatenate([one.s, other.s]),
+            np.concatenate([one.step_s, other.step_s]),
+            np.concatenate([one.job_s, other.job_s]),
+        )
+    )
