@@ -21,7 +21,7 @@ from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.residency import dense_bytes_kept, spread
 from moegen.graph.sizes import BufferSizes, Capacity, aligned, blob_bytes
 from moegen.graph.strategy import Fetch, Strategy
-from moegen.graph.working import working_bytes
+from moegen.graph.working import kept_bytes, largest_frame
 from moegen.graph.workload import Workload
 
 FETCHES: tuple[Fetch, Fetch] = ("all", "routed")
@@ -187,6 +187,8 @@ class Ledgers:
     ) -> None:
         self.model, self.hw, self.work, self.batch = model, hw, work, batch
         self.phase: Phase = phase
+        self._known: dict[Capacity, tuple[int, ...]] = {}
+        self._frames: dict[tuple[Capacity, int, int], int] = {}
 
     def host_bytes(self, s: Strategies) -> np.ndarray:
         """Host memory of each strategy, shape [strategies]."""
@@ -232,27 +234,42 @@ class Ledgers:
         groups = Groups()
         capacities, which = groups((s.B, s.b_a, s.omega), self._capacity)
         # What the GPU holds does not depend on the rows that the CPU attends to.
-        gpu = {c: i for i, c in enumerate(dict.fromkeys(_on_gpu(c) for c in capacities))}
-        which = np.array([gpu[_on_gpu(c)] for c in capacities])[which]
-        distinct = list(gpu)
+        on_gpu = [_on_gpu(c) for c in capacities]
+        index = {c: i for i, c in enumerate(dict.fromkeys(on_gpu))}
+        which = np.array([index[c] for c in on_gpu])[which]
+        distinct = list(index)
 
         def of(i: float, b_e: float, group: float) -> tuple[int, ...]:
-            least = Strategy(1, 1, int(b_e), expert_group=int(group), kv_slots=1, dense_slots=1)
-            c = distinct[int(i)]
-            sizes = BufferSizes(self.model, least, self.phase, c)
-            passing = [sizes.slot_bytes(x) for x in ("kv", "dense_weights", "expert_weights")]
-            # Of these three each is one tensor, and each has one slot here.
-            others = sizes.block_bytes - sum(
-                aligned(n * sizes.slots(x))
-                for n, x in zip(passing, ("kv", "dense_weights", "expert_weights"), strict=True)
-            )
-            return *passing, others, working_bytes(self.model, least, self.phase, c)
+            kv, dense, expert, others, kept = self._held(c := distinct[int(i)])
+            frame = self._frame(c, int(b_e), int(group))
+            return kv, dense, int(group) * expert, others, kept + frame
 
         values, which = groups((which, s.b_e, s.expert_group), of)
         kv, dense, expert, others, working = np.array(values, dtype=np.int64)[which].T
         slots, dense_slots = weight_slots(self.model, s, kept)
         rings = others + aligned(s.kv_slots * kv, dense_slots * dense, slots * expert)
         return rings, working
+
+    def _held(self, c: Capacity) -> tuple[int, ...]:
+        """Bytes of a slot for KV, dense weights, one expert; of other rings; of what is kept."""
+        if c not in self._known:
+            least = Strategy(1, 1, 1, kv_slots=1, dense_slots=1)
+            sizes = BufferSizes(self.model, least, self.phase, c)
+            # Of these three each is one tensor, and each has one slot here.
+            rings = ("kv", "dense_weights", "expert_weights")
+            passing = [sizes.slot_bytes(ring) for ring in rings]
+            slots = zip(passing, rings, strict=True)
+            others = sizes.block_bytes - sum(aligned(n * sizes.slots(x)) for n, x in slots)
+            kept = sum(kept_bytes(self.model, self.phase, c).values())
+            self._known[c] = *passing, others, kept
+        return self._known[c]
+
+    def _frame(self, c: Capacity, b_e: int, group: int) -> int:
+        key = c, min(b_e, c.tokens * group), group
+        if key not in self._frames:
+            s = Strategy(1, 1, b_e, expert_group=group)
+            self._frames[key] = largest_frame(self.model, s, self.phase, c).bytes
+        return self._frames[key]
 
     def _capacity(self, B: float, b_a: float, omega: float) -> Capacity:
         s = Strategy(B=int(B), b_a=int(b_a), b_e=1, omega=float(omega))

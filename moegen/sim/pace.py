@@ -154,7 +154,7 @@ def pace_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> np.
     pace = np.empty(len(p))
     tasks = 2 * p.groups + p.resident + p.parts * (2 if phase == "decode" else 4)
     # Those with about as many tasks go together: the loop turns as often as the longest needs.
-    many = tasks > 2 * tasks.min(initial=0) + 16
+    many = tasks > 3 * tasks.min(initial=10**6) + 16
     for some in (np.flatnonzero(~many), np.flatnonzero(many)):
         if len(some):
             pace[some] = _Batch(p, some, cost, phase, shared).run()
@@ -253,30 +253,31 @@ class _Batch:
         """Max-min fair speeds, shape [strategies, lanes]; see `moegen.sim.engine`."""
         speed = np.ones(draws.shape[:2])
         drawn = draws.sum(axis=1)
-        capacity = np.broadcast_to(self.alone, drawn.shape)
+        capacity = self.alone
         if len(self.link) == 2:
-            duplex = (drawn[:, self.link] > 0).all(axis=1)
-            capacity = np.where(duplex[:, None], self.both, self.alone)
+            duplex = (drawn[:, self.link[0]] > 0) & (drawn[:, self.link[1]] > 0)
+            capacity = np.where(duplex[:, None], self.both, capacity)
         short = np.flatnonzero((drawn > capacity * (1 + ROUNDING)).any(axis=1))
         if not len(short):
             return speed
-        draws, free, drawn = draws[short], capacity[short].copy(), drawn[short]
+        draws, drawn = draws[short], drawn[short]
+        free = capacity[short] if capacity.ndim == 2 else np.tile(capacity, (len(short), 1))
         rising = np.ones(draws.shape[:2], dtype=bool)
         found = np.ones(draws.shape[:2])
-        level = np.zeros(len(short))
+        level = np.zeros((len(short), 1))
         rows = np.arange(len(short))
-        for _ in range(draws.shape[1]):
+        while True:
             ratio = np.divide(free, drawn, out=np.full(free.shape, np.inf), where=drawn > 0)
             fullest = ratio.argmin(axis=1)
-            full_at = ratio[rows, fullest]
+            full_at = ratio[rows, fullest][:, None]
             full = full_at < 1 - ROUNDING
             if not full.any():
                 break
             level = np.where(full, np.maximum(level, full_at), level)
-            stopped = rising & full[:, None] & (draws[rows, :, fullest] > 0)
-            found[stopped] = np.broadcast_to(level[:, None], found.shape)[stopped]
-            free = free - level[:, None] * (draws * stopped[:, :, None]).sum(axis=1)
-            rising &= ~stopped
+            stopped = rising & full & (draws[rows, :, fullest] > 0)
+            found = np.where(stopped, level, found)
+            rising = rising & ~stopped
+            free = free - level * (draws * stopped[:, :, None]).sum(axis=1)
             drawn = (draws * rising[:, :, None]).sum(axis=1)
         speed[short] = found
         return speed

@@ -133,6 +133,7 @@ class _Search:
         self.n_evaluated = 0
         self.rejected: list[Rejected] = []
         self.prefills: dict[int, Strategy] = {}
+        self.step_s: dict[Strategy, float] = {}
         self.steps = max(0.0, work.gen_tokens / work.n - 1)
 
     def plan(self) -> Plan:
@@ -155,13 +156,13 @@ class _Search:
         if "B" in self.fixed:
             memory(self.model, self.hw, least.with_(B=self.fixed["B"]), self.work).require()
             return self.fixed["B"]
-        return self._most_rows_of(least, self.work.n)
+        return self._most_rows_of(least, 1, self.work.n)
 
-    def _most_rows_of(self, s: Strategy, at_most: int) -> int:
+    def _most_rows_of(self, s: Strategy, at_least: int, at_most: int) -> int:
         def fits(B: int) -> bool:
             return self._host_bytes(s.with_(B=B)) <= self.hw.host_memory_bytes
 
-        return greatest(1, at_most, fits)
+        return greatest(at_least, at_most, fits)
 
     def _host_bytes(self, s: Strategy) -> int:
         return host_bytes(self.model, s, self.work)
@@ -181,19 +182,20 @@ class _Search:
         sound = self._sound()
         for step in OMEGA_STEPS:
             bases = [found.s.strategy(i) for i in _apart(found)]
-            bases += [self._fuller(bases[0])] + sound
+            bases += [self._fuller(bases[0], most)] + sound
             sound = []
             some = self._fitting(near(self.model, bases, step, self.fixed), None)
             more = self._paced(some)
             found = _merged(found, more)
         return found
 
-    def _fuller(self, s: Strategy) -> Strategy:
+    def _fuller(self, s: Strategy, most: int) -> Strategy:
         """With as many rows as go in as many batches, if host memory holds them."""
         if "B" in self.fixed:
             return s
-        B = self._most_rows_of(s, self.work.n)
-        return s.with_(B=B)
+        # Host memory holds about as many, whatever the share of the CPU.
+        about = (round(share * most) for share in (0.98, 1.02))
+        return s.with_(B=self._most_rows_of(s, *(min(self.work.n, B) for B in about)))
 
     def _sound(self) -> list[Strategy]:
         """What the sound choice is, so that the search is not worse by its own measure."""
@@ -270,8 +272,11 @@ class _Search:
 
     def _prefill(self, batch: int) -> Strategy:
         """The best strategy of the waves of a batch."""
-        if batch in self.prefills:
-            return self.prefills[batch]
+        for s in self.prefills.values():
+            s = s.with_(B=-(-batch // -(-batch // min(s.B, batch))))
+            ledger = memory(self.model, self.hw, s, self.work, phase="prefill", batch=batch)
+            if ledger.gpu.fits:
+                return s
         ledgers = Ledgers(self.model, self.hw, self.work, "prefill", batch)
         s, gpu = ledgers.with_most_params(
             prefill_grid(self.model, self.work, batch, self.fixed)
@@ -295,8 +300,9 @@ class _Search:
         i = int((waves * step_s).argmin())
         least_s = bounds_s(p, self.cost, "prefill")["lane BULK"][i]
         self.prefill_step = float(step_s[i]), float(least_s), int(s.B[i])
-        self.prefills[batch] = s.strategy(i)
-        return self.prefills[batch]
+        best = self.prefills[batch] = s.strategy(i)
+        self.step_s[best] = float(step_s[i])
+        return best
 
     # -- the last few ------------------------------------------------------------------------
 
@@ -310,6 +316,7 @@ class _Search:
         plans = []
         for B, i in chosen.items():
             s = Plan(prefill=self._prefill(B), decode=found.s.strategy(i))
+            self.step_s[s.decode] = float(found.step_s[i])
             plans.append((self._job(s), s, B / found.step_s[i]))
         soonest = min(job.time_s for job, _, _ in plans)
         equal = [x for x in plans if x[0].time_s <= EQUAL * soonest]
@@ -326,7 +333,7 @@ class _Search:
             p = self.pricers[phase](Strategies.of([strategy]))
             parts = {k: float(v[0]) for k, v in bounds_s(p, self.cost, phase).items()}
             binds[phase] = max(parts, key=lambda name: parts[name])
-            step_s = float(periods_s(p, self.cost, phase)[0])
+            step_s = self.step_s.get(strategy) or float(periods_s(p, self.cost, phase)[0])
             share[phase] = min(1.0, parts[binds[phase]] / step_s) if step_s else 1.0
         work = self.work
         decoded = work.gen_tokens - work.n
