@@ -7,7 +7,6 @@ takes each of them to its next event. Layers are stamped from one, as the builde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,12 +17,10 @@ from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
 from moegen.sim.engine import ROUNDING
 from moegen.sim.pieces import AT, KINDS, LANES, Pieces
+from moegen.sim.rough import bounds_s
 
-# Layers that are run; the first find nothing prefetched and the last has none behind it, so that
-# the pace is that of those between.
-LAYERS, FIRST = 5, 1
 # More groups of experts, or micro-batches, than this are taken several at a time.
-MOST_GROUPS, MOST_PARTS = 16, 12
+MOST_GROUPS, MOST_PARTS = 32, 24
 GPU, BULK, KV, ACT, CPU = range(5)
 
 
@@ -122,13 +119,13 @@ def coarse(p: Pieces) -> Pieces:
     few_parts, longer = scaled(p.parts, of_part)
     times(longer, "attention", "last_attention", "fetch_kv", "last_fetch")
 
-    def ring(slots: np.ndarray, by: np.ndarray) -> np.ndarray:
-        # One slot makes copies and products take turns; with two they go side by side.
-        return np.where(by == 1, slots, np.maximum(np.minimum(slots, 2), slots // by))
-
+    # One slot makes copies and products take turns; with two they go side by side.
+    slots = np.maximum(np.minimum(p.slots, 2), p.slots // of_group)
+    # Attention is so much shorter than its KV takes to come that turns cost little.
+    kv_slots = np.maximum(1, p.kv_slots // of_part)
     return replace(
-        p, seconds=seconds, groups=few_groups, resident=resident, parts=few_parts,
-        slots=ring(p.slots, of_group), kv_slots=ring(p.kv_slots, of_part),
+        p, seconds=seconds, groups=few_groups, resident=resident, parts=few_parts, slots=slots,
+        kv_slots=kv_slots,
     )  # fmt: skip
 
 
@@ -137,28 +134,53 @@ def _fewer(n: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     return -(-n // by), by
 
 
-def pace_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> np.ndarray:
-    """Seconds from the end of a layer to the end of the next in a long row of them.
+def periods_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> np.ndarray:
+    """Seconds of one of many repeated steps; shape [strategies].
 
     Parameters
     ----------
     p : Pieces
-        Of many strategies; of few groups and micro-batches, see :func:`coarse`.
+        Of many strategies.
     shared : bool
         Whether tasks that run at the same time share resources; see ``simulate``.
-
-    Returns
-    -------
-    ndarray, shape [strategies]
     """
-    pace = np.empty(len(p))
+    # Slots for many layers fill for longer than layers are run: what binds in the end is asked too.
+    bound = np.maximum.reduce(list(bounds_s(p, cost, phase).values()))
+    p = coarse(p)
+    period_s = np.empty(len(p))
     tasks = 2 * p.groups + p.resident + p.parts * (2 if phase == "decode" else 4)
     # Those with about as many tasks go together: the loop turns as often as the longest needs.
     many = tasks > 3 * tasks.min(initial=10**6) + 16
     for some in (np.flatnonzero(~many), np.flatnonzero(many)):
         if len(some):
-            pace[some] = _Batch(p, some, cost, phase, shared).run()
-    return pace
+            layer_s, between_s = _Batch(p, some, cost, phase, shared).run()
+            period_s[some] = p.repeats * layer_s + between_s
+    return np.maximum(bound, period_s) if shared else period_s
+
+
+class _Run(NamedTuple):
+    """Layers that are run: some of one step, and some of the next.
+
+    The pace is that of the last layers of the first step, which have some before them; and what
+    lies between the steps is what the first layers of the second take longer than that.
+    """
+
+    period: int  # layers of the pattern
+
+    @property
+    def before(self) -> int:
+        """Layers of the first step."""
+        return max(4, 3 * self.period)
+
+    @property
+    def paced(self) -> int:
+        """Layers whose pace counts."""
+        return max(2, self.period)
+
+    @property
+    def layers(self) -> int:
+        """Layers in all; the last ones only give those before them something beside them."""
+        return self.before + self.paced + self.period
 
 
 class _Batch:
@@ -167,19 +189,18 @@ class _Batch:
     def __init__(
         self, p: Pieces, some: np.ndarray, cost: CostModel, phase: Phase, shared: bool
     ) -> None:
-        self.period = len(p.seconds)
-        layers = LAYERS * self.period
+        self.of = of = _Run(len(p.seconds))
         columns = (p.parts, p.groups, p.resident, p.slots, p.kv_slots, p.dense_slots, p.on_cpu,
                    p.copies_dense, p.routed)  # fmt: skip
         stamps = [_Layer(phase, *row) for row in zip(*(c[some].tolist() for c in columns), strict=True)]
         distinct = {stamp: i for i, stamp in enumerate(dict.fromkeys(stamps))}
         which = np.array([distinct[stamp] for stamp in stamps])
-        tables = [_stamped(stamp, layers, self.period) for stamp in distinct]
+        tables = [_stamped(stamp, of) for stamp in distinct]
         longest = max(kind.shape[1] for kind, _, _ in tables)
         n = len(distinct)
         kind = np.zeros((n, 5, longest + 1), dtype=np.int64)
         need = np.full((n, 5, longest + 1, 5), np.iinfo(np.int32).max, dtype=np.int32)
-        ends = np.zeros((n, layers), dtype=np.int64)
+        ends = np.zeros((n, of.layers), dtype=np.int64)
         for i, (kinds, needs, gpu_ends) in enumerate(tables):
             kind[i, :, : kinds.shape[1]] = kinds
             need[i, :, : kinds.shape[1]] = needs
@@ -200,11 +221,12 @@ class _Batch:
         self.both = np.array([both.get(name, np.inf) for name in names])
         self.link = [i for i, name in enumerate(names) if name in ("h2d", "d2h")]
 
-    def run(self) -> np.ndarray:
-        n, layers = self.ends.shape
-        first, last = (FIRST * self.period, layers - 1 - self.period)
-        until = self.ends[:, last]
-        at_s = np.zeros((n, 2))
+    def run(self) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a layer, and how much longer it takes from one step to the next."""
+        n, of = len(self.ends), self.of
+        marks = (of.before - 1 - of.paced, of.before - 1, of.before - 1 + of.paced)
+        until = self.ends[:, marks[-1]]
+        at_s = np.zeros((n, 3))
         live = np.arange(n)
         now = np.zeros(n)
         done = np.zeros((n, 5), dtype=np.int64)  # tasks of each lane that have ended
@@ -236,7 +258,7 @@ class _Batch:
             running = running & ~ended
             draws[ended] = 0.0
             of_gpu = ended[:, GPU]
-            for column, layer in ((0, first), (1, last)):
+            for column, layer in enumerate(marks):
                 hit = of_gpu & (done[:, GPU] == ends[:, layer])
                 at_s[live[hit], column] = now[hit]
             over = done[:, GPU] >= until
@@ -247,7 +269,9 @@ class _Batch:
                     for x in (live, now, done, running, left, draws, base, seconds, loads, ends,
                               until)
                 )  # fmt: skip
-        return (at_s[:, 1] - at_s[:, 0]) / (last - first)
+        first_s, next_s = np.diff(at_s, axis=1).T
+        # Slots that fill between the steps save nothing: they are as full as that in a long run.
+        return first_s / of.paced, np.maximum(0.0, next_s - first_s)
 
     def _speeds(self, draws: np.ndarray) -> np.ndarray:
         """Max-min fair speeds, shape [strategies, lanes]; see `moegen.sim.engine`."""
@@ -284,38 +308,44 @@ class _Batch:
 
 
 @lru_cache(maxsize=4096)
-def _stamped(x: _Layer, layers: int, period: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Kinds and needs of all lanes' tasks over several layers, and where layers end on the GPU."""
+def _stamped(x: _Layer, of: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Kinds and needs of all lanes' tasks over the layers, and where layers end on the GPU."""
     tasks = _tasks(x)
-    sizes = [len(lane) for lane in tasks]
-    longest = max(sizes) * layers
+    sizes = np.array([len(lane) for lane in tasks])
+    # Between the steps: the tasks of each lane, and what they need of others'.
+    between = {
+        GPU: [("leave", []), ("enter", [(ACT, 0), (BULK, 0)])],
+        BULK: [("copy_ahead", [])],
+        ACT: [("turn", [(GPU, 0)])],
+    }
+    more = np.array([len(between.get(lane, ())) for lane in range(5)])
+    longest = int((sizes * of.layers + more).max())
     kind = np.zeros((5, longest), dtype=np.int64)
     need = np.full((5, longest, 5), np.iinfo(np.int32).max, dtype=np.int32)
-    begin = np.arange(layers)
+    begin = np.arange(of.layers)
+    of_step = begin >= of.before  # layers of the second step come after what lies between
     for lane, of_layer in enumerate(tasks):
-        if not of_layer:
-            continue
         n = len(of_layer)
-        # Counted in ended tasks of the other lane, those of a layer have this and, each layer
-        # later, as many more as the lane has a layer.
-        first = np.zeros((n, 5), dtype=np.int64)
-        each = np.zeros((n, 5), dtype=np.int64)
+        wanted = np.zeros((of.layers, n, 5), dtype=np.int64)
         for i, (_, waits) in enumerate(of_layer):
             for other, later, place in waits:
-                count = later * sizes[other] + place + 1
-                first[i, other] = max(first[i, other], count) if each[i, other] else count
-                each[i, other] = sizes[other]
-        stacked = first[None] + begin[:, None, None] * each[None]
-        need[lane, : n * layers] = np.maximum(0, stacked).reshape(-1, 5)
-        kinds = np.array([AT[name] for name, _ in of_layer])
+                layer = begin + later
+                count = layer * sizes[other] + place + 1 + more[other] * (layer >= of.before)
+                wanted[:, i, other] = np.maximum(wanted[:, i, other], count)
+        if lane == KV:
+            # KV is fetched by the row table of its step.
+            turned = of.before * sizes[ACT] + more[ACT]
+            wanted[of_step, :, ACT] = np.maximum(wanted[of_step, :, ACT], turned)
         # Layers of the pattern have durations of their own, one behind the other.
-        kind[lane, : n * layers] = (kinds + (begin % period)[:, None] * len(KINDS)).reshape(-1)
-    return kind, need, (begin + 1) * sizes[GPU]
-
-
-def periods_s(p: Pieces, cost: CostModel, phase: Phase) -> np.ndarray:
-    """Seconds of one of many repeated steps; shape [strategies]."""
-    return p.ends_s + p.ahead_s + p.repeats * pace_s(coarse(p), cost, phase)
-
-
-__all__: Sequence[str] = ["coarse", "pace_s", "periods_s"]
+        names = np.array([AT[name] for name, _ in of_layer], dtype=np.int64)
+        kinds = names + (begin % of.period)[:, None] * len(KINDS)
+        place = (begin[:, None] * n + np.arange(n) + more[lane] * of_step[:, None]).reshape(-1)
+        kind[lane, place] = kinds.reshape(-1)
+        need[lane, place] = wanted.reshape(-1, 5)
+        for i, (name, waits) in enumerate(between.get(lane, ())):
+            place = of.before * n + i
+            kind[lane, place] = AT[name]
+            need[lane, place] = 0
+            for other, j in waits:
+                need[lane, place, other] = of.before * sizes[other] + j + 1
+    return kind, need, (begin + 1) * sizes[GPU] + more[GPU] * of_step

@@ -35,10 +35,13 @@ LANES = {
     Lane.ACT: ("send_qkv", "recv_attn", "copy_counts"),
     Lane.CPU: ("attn_cpu",),
 }  # fmt: skip
-KINDS = tuple(kind for kinds in LANES.values() for kind in kinds)
+# And what lies between the layers of one step and those of the next: logits and sampling, the new
+# row table, the layers ahead of the pattern, and their weights.
+BETWEEN = {Lane.GPU: ("leave", "enter"), Lane.BULK: ("copy_ahead",), Lane.ACT: ("turn",)}
+KINDS = tuple(kind for lanes in (LANES, BETWEEN) for kinds in lanes.values() for kind in kinds)
 AT = {kind: i for i, kind in enumerate(KINDS)}
-# What a step does outside its layers, one after the other.
-_ENDS = ("copy_rows", "embed", "lm_head", "sample", "copy_tokens")
+# What a step does outside its layers.
+_ENDS = {"leave": ("lm_head", "sample"), "turn": ("copy_tokens", "copy_rows"), "enter": ("embed",)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +60,6 @@ class Pieces:
     slots, kv_slots, dense_slots : ndarray of int, shape [strategies]
         Of the rings.
     on_cpu, copies_dense, routed : ndarray of bool, shape [strategies]
-    ends_s : ndarray, shape [strategies]
-        What a step does before its first layer and after its last.
-    ahead_s : ndarray, shape [strategies]
-        Least time of the layers ahead of the pattern, dense ones for the most part.
     repeats : int
         Layers that follow the pattern.
     """
@@ -77,8 +76,6 @@ class Pieces:
     on_cpu: np.ndarray
     copies_dense: np.ndarray
     routed: np.ndarray
-    ends_s: np.ndarray
-    ahead_s: np.ndarray
     repeats: int
 
     def __len__(self) -> int:
@@ -171,7 +168,8 @@ class Pricer:
             passing = np.where(routed, -(-active // group) * (passing > 0), passing)
         groups = np.ceil(passing - 1e-9).astype(np.int64)
         left = np.where(routed, active, n - stay)
-        resident = np.where(routed & (groups > 0), 0, np.ceil(stay / group - 1e-9)).astype(np.int64)
+        at_hand = np.where(routed, np.where(groups > 0, 0, active), stay)
+        resident = np.ceil(at_hand / group - 1e-9).astype(np.int64)
         slots, dense_slots = weight_slots(model, s, kept)
         copies = 1 - kept.n_dense / model.n_layers
 
@@ -227,28 +225,32 @@ class Pricer:
             put(p, "copy_expert", "copy_expert", share, zero + 1, zero, one, one, group, zero)
             share = left / np.maximum(1, groups * group)
             put(p, "expert", "expert", share, s.B, zero, one, s.b_e, group, s.fetch)
-            share = np.minimum(stay, left) / np.maximum(1, resident * group)
+            share = at_hand / np.maximum(1, resident * group)
             put(p, "resident", "expert", share, s.B, zero, one, s.b_e, group, zero)
-        ends, which = groups_of(
-            (s.B,), lambda *at: sum(self._price(op, -1, at)[0] for op in _ENDS)
-        )
+        for kind, ops in _ENDS.items():
+            values, which = groups_of(
+                (s.B,), lambda *at: sum(self._price(op, -1, at)[0] for op in ops)
+            )
+            seconds[0, AT[kind]] = np.array(values)[which]
         made = seconds[-1]
         attends_s = made[AT["pre_attn"]] + made[AT["post_attn"]] + np.maximum.reduce((
             made[[AT[kind] for kind in ("send_qkv", "attn_cpu", "recv_attn")]].sum(axis=0),
             np.maximum(0, parts - s.kv_slots) * made[AT["fetch_kv"]],
             parts * made[AT["attention"]],
         ))
-        ahead_s = np.zeros(len(s))
         for i in self.ahead:
-            values, here = groups_of((s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0])
-            mlp_s = np.array(values)[here]
-            copies_s = copies * self._price("copy_dense", i, (1,))[0]
-            ahead_s += np.maximum(attends_s + mlp_s, copies_s)
+            values, which = groups_of(
+                (s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0]
+            )
+            copy_s, drawn = self._price("copy_dense", i, (1,))
+            seconds[0, AT["enter"]] += attends_s + np.array(values)[which]
+            seconds[0, AT["copy_ahead"]] += copies * copy_s
+            loads[0, AT["copy_ahead"]] = drawn[:, None]
+            draws[0, AT["copy_ahead"]] = drawn > 0
         return Pieces(
             seconds, loads, draws, parts=parts, groups=groups, resident=resident, slots=slots,
             kv_slots=s.kv_slots, dense_slots=dense_slots, on_cpu=cpu > 0,
-            copies_dense=copies > 0, routed=routed, ends_s=np.array(ends)[which],
-            ahead_s=ahead_s, repeats=self.repeats,
+            copies_dense=copies > 0, routed=routed, repeats=self.repeats,
         )  # fmt: skip
 
     def _active(self, B: int) -> int:

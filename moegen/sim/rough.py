@@ -6,7 +6,7 @@ import numpy as np
 
 from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
-from moegen.sim.pieces import AT, KINDS, LANES, Pieces
+from moegen.sim.pieces import AT, BETWEEN, KINDS, LANES, Pieces
 
 def counts(p: Pieces, phase: Phase) -> list[np.ndarray | int]:
     """How many tasks of each kind a layer has, for each kind of shape [strategies]."""
@@ -17,6 +17,8 @@ def counts(p: Pieces, phase: Phase) -> list[np.ndarray | int]:
     n["last_attention"] = n["last_fetch"] = (p.parts > 0) if decode else 0
     for kind in ("pre_attn", "append_kv", "post_attn"):
         n[kind] = 1 if decode else p.parts
+    for kinds in BETWEEN.values():
+        n |= dict.fromkeys(kinds, 0)
     n["copy_expert"] = n["expert"] = p.groups
     n["resident"] = p.resident
     for kind in ("send_qkv", "attn_cpu", "recv_attn"):
@@ -97,4 +99,5 @@ def roughly_s(p: Pieces, cost: CostModel, phase: Phase) -> np.ndarray:
     products = of("shared") + p.resident * of("resident") + groups * product
     layer = attends + of("route") + of("copy_counts") + np.maximum(products, beyond) + of("combine")
     bound = np.maximum.reduce(list(bounds_s(p, cost, phase).values()))
-    return p.ends_s + p.ahead_s + np.maximum(bound, p.repeats * layer)
+    between = sum(p.seconds[0, AT[kind]] for kind in ("leave", "turn", "enter"))
+    return between + np.maximum(bound, p.repeats * layer)
