@@ -20,7 +20,7 @@ from moegen.sim.pieces import AT, KINDS, LANES, Pieces
 from moegen.sim.rough import bounds_s
 
 # More groups of experts, or micro-batches, than this are taken several at a time.
-MOST_GROUPS, MOST_PARTS = 32, 24
+MOST_GROUPS, MOST_PARTS = 16, 12
 GPU, BULK, KV, ACT, CPU = range(5)
 
 
@@ -99,8 +99,8 @@ def _tasks(x: _Layer) -> tuple[list[_Task], ...]:
 
 def coarse(p: Pieces) -> Pieces:
     """The same with many small groups, and micro-batches, taken several at a time."""
-    groups, of_group = _fewer(p.groups + p.resident, MOST_GROUPS)
-    parts, of_part = _fewer(p.parts, MOST_PARTS)
+    _, of_group = _fewer(p.groups, MOST_GROUPS)
+    _, of_part = _fewer(p.parts, MOST_PARTS)
     seconds = p.seconds.copy()
 
     def times(factor: np.ndarray, *kinds: str) -> None:
@@ -114,11 +114,16 @@ def coarse(p: Pieces) -> Pieces:
 
     few_groups, longer = scaled(p.groups, of_group)
     times(longer, "copy_expert", "expert")
-    resident, longer = scaled(p.resident, of_group)
-    times(longer, "resident")
-    few_parts, longer = scaled(p.parts, of_part)
-    times(longer, "attention", "last_attention", "fetch_kv", "last_fetch")
-
+    # Nothing comes between those that stay.
+    times(np.maximum(1, p.resident), "resident")
+    resident = np.minimum(p.resident, 1)
+    few_parts, _ = scaled(p.parts, of_part)
+    for kind, last in (("attention", "last_attention"), ("fetch_kv", "last_fetch")):
+        k, other = AT[kind], AT[last]
+        # Micro-batches taken together are alike: the last one among them is no shorter.
+        mean_s = ((p.parts - 1) * seconds[:, k] + seconds[:, other]) / np.maximum(1, few_parts)
+        for i in (k, other):
+            seconds[:, i] = np.where(of_part > 1, mean_s, seconds[:, i])
     # One slot makes copies and products take turns; with two they go side by side.
     slots = np.maximum(np.minimum(p.slots, 2), p.slots // of_group)
     # Attention is so much shorter than its KV takes to come that turns cost little.
@@ -148,7 +153,7 @@ def periods_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> 
     bound = np.maximum.reduce(list(bounds_s(p, cost, phase).values()))
     p = coarse(p)
     period_s = np.empty(len(p))
-    tasks = 2 * p.groups + p.resident + p.parts * (2 if phase == "decode" else 4)
+    tasks = 2 * p.groups + p.parts * (2 if phase == "decode" else 4)
     # Those with about as many tasks go together: the loop turns as often as the longest needs.
     many = tasks > 3 * tasks.min(initial=10**6) + 16
     for some in (np.flatnonzero(~many), np.flatnonzero(many)):

@@ -18,7 +18,7 @@ import numpy as np
 from moegen.errors import Infeasible, InvalidInput
 from moegen.graph.bisect import greatest
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.many import Ledgers, Strategies
+from moegen.graph.many import COLUMNS, Ledgers, Strategies
 from moegen.graph.memory import host_bytes, memory
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.sound import saying_what_is_left_free, sound_plan, with_headroom
@@ -35,7 +35,7 @@ from moegen.sim.why import notes
 # Of the grid so many are run in step: the best of each choice of all knobs but ω.
 MOST_PACED, MOST_WAVES_PACED = 72, 24
 # Steps of ω around the best, one after the other: the period is steep on both sides.
-OMEGA_STEPS = (0.02, 0.005, 0.001)
+OMEGA_STEPS = (0.02, 0.002)
 # Whole jobs are compared where the estimates before were as near as this; of jobs that take as
 # long as each other, the one that decodes faster is taken.
 NEARLY, EQUAL = 1.03, 1.002
@@ -181,7 +181,7 @@ class _Search:
         self.without_cpu = self._rate(found, found.s.omega == 0)
         sound = self._sound()
         for step in OMEGA_STEPS:
-            bases = [found.s.strategy(i) for i in _apart(found)]
+            bases = [_at_the_bend(found, i) for i in _apart(found)]
             bases += [self._fuller(bases[0], most)] + sound
             sound = []
             some = self._fitting(near(self.model, bases, step, self.fixed), None)
@@ -393,6 +393,34 @@ def _apart(found: _Found) -> list[int]:
         if len(chosen) == 2:
             break
     return chosen
+
+
+def _at_the_bend(found: _Found, i: int) -> Strategy:
+    """One of the strategies, with ω where two straight lines through its neighbours' times meet.
+
+    Over ω a step takes as long as the link does up to some share, and as the CPU does beyond.
+    """
+    s = found.s
+    alike = np.ones(len(s), dtype=bool)
+    for name in set(COLUMNS) - {"omega", "s_params"}:
+        column = getattr(s, name)
+        alike &= column == column[i]
+    omega, job_s = s.omega[alike], found.job_s[alike]
+    omega, first = np.unique(omega, return_index=True)
+    job_s = job_s[first]
+    at = int(job_s.argmin())
+    chosen = s.strategy(i)
+    if at < 2 or at > len(omega) - 3:
+        return chosen
+    (left, right) = ((at - 2, at - 1), (at + 1, at + 2))
+    slopes = [(job_s[b] - job_s[a]) / (omega[b] - omega[a]) for a, b in (left, right)]
+    if not slopes[0] < 0 < slopes[1]:
+        return chosen
+    a, b = left[1], right[0]
+    meet = (job_s[b] - job_s[a] + slopes[0] * omega[a] - slopes[1] * omega[b]) / (
+        slopes[0] - slopes[1]
+    )
+    return chosen.with_(omega=float(np.clip(meet, omega[a], omega[b])))
 
 
 def _sorted(found: _Found) -> _Found:

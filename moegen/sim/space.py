@@ -12,10 +12,12 @@ from moegen.graph.model import ModelSpec
 from moegen.graph.sound_waves import expert_group
 from moegen.graph.strategy import Strategy
 from moegen.graph.workload import Workload
+from moegen.sim.pace import MOST_GROUPS
 
 # Of decode: rows of a micro-batch; tokens of an expert's tile; shares of a layer's experts that
 # slots hold; steps of ω.
-PARTS, TILES, SHARES, OMEGAS = (16, 64, 128, 256, 512), (1024, 8192), (0.25, 0.5, 1.0), 12
+PARTS, TILES, SHARES, OMEGAS = (16, 64, 128, 256, 512), (1024, 8192), (0.25, 0.5, 1.0), 16
+OMEGAS_NEAR = (-4, -3, -2, -1, 1, 2, 3, 4)
 # Rows in flight, as shares of the most that host memory holds. Those above 1 do not fit, and are
 # there to be counted.
 BATCHES = (1.1, 1.0, 0.75, 0.5, 0.25)
@@ -91,29 +93,34 @@ def near(
 ) -> Strategies:
     """What differs from good strategies of decode in one knob, or in ω by a few steps."""
     rows: list[dict[str, Any]] = []
+    n_experts = model.layers[model.moe_layers[0]].n_experts if model.moe_layers else 1
     for s in several:
         base = s.to_dict() | {"fetch": FETCHES.index(s.fetch)}
         if "s_params" not in fixed:
             base["s_params"] = 0
         changes: list[dict[str, Any]] = [{}]
-        changes += [{"omega": s.omega + k * step} for k in (-4, -3, -2, -1, 1, 2, 3, 4)]
+        changes += [{"omega": s.omega + k * step} for k in OMEGAS_NEAR]
         on_gpu = max(1, round((1 - s.omega) * s.B))
         parts = max(1, -(-on_gpu // s.b_a))
-        for n in {parts - 2, parts - 1, parts, parts + 1, parts + 2, 2 * parts, parts // 2}:
+        for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, 2 * parts, parts // 2}):
             changes.append({"b_a": -(-on_gpu // max(1, n))})
-        group = s.expert_group * max(1, model.expert_bytes)
-        slots = max(1, s.s_expert // group)
-        for n in {slots - 2, slots - 1, slots + 1, slots + 2, slots * 2 // 3, slots * 3 // 2}:
-            changes.append({"s_expert": max(1, n) * group})
+        group, slots = s.expert_group * max(1, model.expert_bytes), max(1, s.s_expert // (s.expert_group * max(1, model.expert_bytes)))
+        for n in sorted({slots - 2, slots - 1, slots + 1, slots + 2, slots // 2, slots * 3 // 2}):
+            changes.append({"s_expert": n * group})
         changes += [{"kv_slots": s.kv_slots + k} for k in (-1, 1)]
         changes += [{"kv_slots": s.kv_slots + 1, "b_a": -(-s.b_a * s.kv_slots // (s.kv_slots + 1))}]
         changes += [{"dense_slots": 3 - s.dense_slots}] if s.dense_slots < 3 else []
         changes += [{"b_e": s.b_e * 2}, {"b_e": s.b_e // 2}]
         changes += [{"expert_group": s.expert_group * 2}, {"expert_group": s.expert_group // 2}]
+        if "s_expert" not in fixed:
+            least = fewest_slots(-(-n_experts // s.expert_group)) * group
+            base["s_expert"] = max(least, base["s_expert"])
         rows += [base | change for change in changes if not change.keys() & fixed.keys()]
     table = {name: np.array([row[name] for row in rows]) for name in COLUMNS}
-    for name, least in (("kv_slots", 1), ("dense_slots", 1), ("b_e", 1), ("expert_group", 1)):
-        table[name] = np.maximum(least, table[name])
+    for name in ("kv_slots", "dense_slots", "b_e", "expert_group"):
+        table[name] = np.maximum(1, table[name])
+    if "s_expert" not in fixed:
+        table["s_expert"] = np.maximum(model.expert_bytes, table["s_expert"])
     table["omega"] = np.clip(table["omega"], 0.0, 1.0)
     return sensible(model, Strategies(**table))
 
@@ -148,11 +155,23 @@ def groups(model: ModelSpec, fixed: Mapping[str, Any]) -> list[int]:
 
 
 def slot_counts(model: ModelSpec, group: int) -> list[int]:
-    """Slots for groups of experts: one, two, and shares of a layer's."""
+    """Slots for groups of experts: the fewest that are looked at, twice those, shares of a layer's."""
     if not model.moe_layers:
         return [1]
     n = -(-model.layers[model.moe_layers[0]].n_experts // group)
-    return sorted({1, min(2, n), *(max(1, round(share * n)) for share in SHARES)})
+    least = fewest_slots(n)
+    counts = {least, 2 * least, *(round(share * n) for share in SHARES)}
+    return sorted({min(n, max(least, count)) for count in counts})
+
+
+def fewest_slots(groups: int) -> int:
+    """The fewest slots that are looked at where a layer has so many groups of experts.
+
+    One of a few large groups may be worth having for weights that stay; of many small groups two
+    of those that are taken together.
+    """
+    together = -(-groups // MOST_GROUPS)
+    return 1 if together == 1 else 2 * together
 
 
 def fetches(model: ModelSpec, rows: int) -> list[int]:
