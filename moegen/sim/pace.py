@@ -19,8 +19,9 @@ from moegen.sim.engine import ROUNDING
 from moegen.sim.pieces import AT, KINDS, LANES, Pieces
 from moegen.sim.rough import bounds_s
 
-# More groups of experts, or micro-batches, than this are taken several at a time.
-MOST_GROUPS, MOST_PARTS = 16, 12
+# More groups of experts, or micro-batches, than this are taken several at a time, as so many.
+MOST_GROUPS, AS_GROUPS = 16, 16
+MOST_PARTS, AS_PARTS = 24, 12
 GPU, BULK, KV, ACT, CPU = range(5)
 
 
@@ -99,8 +100,8 @@ def _tasks(x: _Layer) -> tuple[list[_Task], ...]:
 
 def coarse(p: Pieces) -> Pieces:
     """The same with many small groups, and micro-batches, taken several at a time."""
-    _, of_group = _fewer(p.groups, MOST_GROUPS)
-    _, of_part = _fewer(p.parts, MOST_PARTS)
+    of_group = _fewer(p.groups, MOST_GROUPS, AS_GROUPS)
+    of_part = _fewer(p.parts, MOST_PARTS, AS_PARTS)
     seconds = p.seconds.copy()
 
     def times(factor: np.ndarray, *kinds: str) -> None:
@@ -134,9 +135,9 @@ def coarse(p: Pieces) -> Pieces:
     )  # fmt: skip
 
 
-def _fewer(n: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    by = np.maximum(1, -(-n // most))
-    return -(-n // by), by
+def _fewer(n: np.ndarray, most: int, target: int) -> np.ndarray:
+    """How many of ``n`` are taken together."""
+    return np.where(n > most, -(-n // target), 1)
 
 
 def periods_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> np.ndarray:
@@ -321,6 +322,7 @@ def _stamped(x: _Layer, of: _Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     between = {
         GPU: [("leave", []), ("enter", [(ACT, 0), (BULK, 0)])],
         BULK: [("copy_ahead", [])],
+        KV: [("fetch_ahead", [(ACT, 0)])],
         ACT: [("turn", [(GPU, 0)])],
     }
     more = np.array([len(between.get(lane, ())) for lane in range(5)])

@@ -36,8 +36,13 @@ LANES = {
     Lane.CPU: ("attn_cpu",),
 }  # fmt: skip
 # And what lies between the layers of one step and those of the next: logits and sampling, the new
-# row table, the layers ahead of the pattern, and their weights.
-BETWEEN = {Lane.GPU: ("leave", "enter"), Lane.BULK: ("copy_ahead",), Lane.ACT: ("turn",)}
+# row table, the layers ahead of the pattern, their weights and their KV.
+BETWEEN = {
+    Lane.GPU: ("leave", "enter"),
+    Lane.BULK: ("copy_ahead",),
+    Lane.KV: ("fetch_ahead",),
+    Lane.ACT: ("turn",),
+}
 KINDS = tuple(kind for lanes in (LANES, BETWEEN) for kinds in lanes.values() for kind in kinds)
 AT = {kind: i for i, kind in enumerate(KINDS)}
 # What a step does outside its layers.
@@ -60,8 +65,8 @@ class Pieces:
     slots, kv_slots, dense_slots : ndarray of int, shape [strategies]
         Of the rings.
     on_cpu, copies_dense, routed : ndarray of bool, shape [strategies]
-    repeats : int
-        Layers that follow the pattern.
+    ahead, repeats : int
+        Layers ahead of the pattern, and those that follow it.
     """
 
     seconds: np.ndarray
@@ -76,6 +81,7 @@ class Pieces:
     on_cpu: np.ndarray
     copies_dense: np.ndarray
     routed: np.ndarray
+    ahead: int
     repeats: int
 
     def __len__(self) -> int:
@@ -232,12 +238,16 @@ class Pricer:
                 (s.B,), lambda *at: sum(self._price(op, -1, at)[0] for op in ops)
             )
             seconds[0, AT[kind]] = np.array(values)[which]
-        made = seconds[-1]
-        attends_s = made[AT["pre_attn"]] + made[AT["post_attn"]] + np.maximum.reduce((
-            made[[AT[kind] for kind in ("send_qkv", "attn_cpu", "recv_attn")]].sum(axis=0),
-            np.maximum(0, parts - s.kv_slots) * made[AT["fetch_kv"]],
-            parts * made[AT["attention"]],
-        ))
+        # Layers ahead have the attention of the pattern's last layer.
+        last = dict(zip(KINDS, seconds[-1], strict=True))
+        attends_s = last["pre_attn"] + last["post_attn"] + np.maximum(
+            last["send_qkv"] + last["attn_cpu"] + last["recv_attn"], parts * last["attention"]
+        )
+        if self.phase == "decode":
+            fetches_s = np.maximum(0, parts - 1) * last["fetch_kv"] + (parts > 0) * last["last_fetch"]
+            seconds[0, AT["fetch_ahead"]] = len(self.ahead) * fetches_s
+        for array in (loads, draws):
+            array[0, AT["fetch_ahead"]] = array[-1, AT["fetch_kv"]]
         for i in self.ahead:
             values, which = groups_of(
                 (s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0]
@@ -250,7 +260,8 @@ class Pricer:
         return Pieces(
             seconds, loads, draws, parts=parts, groups=groups, resident=resident, slots=slots,
             kv_slots=s.kv_slots, dense_slots=dense_slots, on_cpu=cpu > 0,
-            copies_dense=copies > 0, routed=routed, repeats=self.repeats,
+            copies_dense=copies > 0, routed=routed, ahead=len(self.ahead),
+            repeats=self.repeats,
         )  # fmt: skip
 
     def _active(self, B: int) -> int:

@@ -8,6 +8,12 @@ from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
 from moegen.sim.pieces import AT, BETWEEN, KINDS, LANES, Pieces
 
+_ATTENDS = (
+    "pre_attn", "attention", "last_attention", "post_attn", "fetch_kv", "last_fetch", "append_kv",
+    "send_qkv", "recv_attn", "attn_cpu",
+)  # fmt: skip
+
+
 def counts(p: Pieces, phase: Phase) -> list[np.ndarray | int]:
     """How many tasks of each kind a layer has, for each kind of shape [strategies]."""
     decode = phase == "decode"
@@ -30,7 +36,7 @@ def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
     """Lower bounds on a step's period, by the names of :class:`moegen.sim.bounds.Bound`.
 
     Of what a step does before its layers and after them nothing is in it, and of the layers ahead
-    of the pattern only their least time.
+    of the pattern only their attention and their copies.
 
     Returns
     -------
@@ -38,9 +44,14 @@ def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
     """
     n = counts(p, phase)
     seconds = p.seconds.mean(axis=0)
+    # Layers ahead attend too; their weights are a task of its own.
+    n[AT["copy_ahead"]] = 1 / p.repeats
+    for kind in _ATTENDS:
+        n[AT[kind]] = n[AT[kind]] * (1 + p.ahead / p.repeats)
     busy_s = [count * each for count, each in zip(n, seconds, strict=True)]
     parts = {
-        f"lane {lane}": sum(busy_s[AT[kind]] for kind in kinds) for lane, kinds in LANES.items()
+        f"lane {lane}": sum(busy_s[AT[kind]] for kind in (*kinds, *BETWEEN.get(lane, ())))
+        for lane, kinds in LANES.items()
     }
     layers = len(p.seconds)
     capacities = cost.capacities(())

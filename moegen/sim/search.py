@@ -264,7 +264,9 @@ class _Search:
         def prefill_s(rows: np.ndarray) -> np.ndarray:
             return np.maximum(rows * self.row_s, self.wave_least_s)
 
-        rest_s = np.maximum(step_s * rest / s.B, np.minimum(least_s, step_s))
+        # Fewer rows copy as many weights, and the rest is as much less.
+        least_s = np.minimum(least_s, step_s)
+        rest_s = least_s + (step_s - least_s) * rest / s.B
         rest_s = prefill_s(rest) + self.steps * rest_s
         return full * (prefill_s(s.B) + self.steps * step_s) + (rest > 0) * rest_s
 

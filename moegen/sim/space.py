@@ -12,7 +12,7 @@ from moegen.graph.model import ModelSpec
 from moegen.graph.sound_waves import expert_group
 from moegen.graph.strategy import Strategy
 from moegen.graph.workload import Workload
-from moegen.sim.pace import MOST_GROUPS
+from moegen.sim.pace import AS_GROUPS, MOST_GROUPS, MOST_PARTS
 
 # Of decode: rows of a micro-batch; tokens of an expert's tile; shares of a layer's experts that
 # slots hold; steps of ω.
@@ -119,6 +119,10 @@ def near(
     table = {name: np.array([row[name] for row in rows]) for name in COLUMNS}
     for name in ("kv_slots", "dense_slots", "b_e", "expert_group"):
         table[name] = np.maximum(1, table[name])
+    if "kv_slots" not in fixed:
+        # Of many micro-batches several are taken together, which hides what one slot costs.
+        many = (1 - table["omega"]) * table["B"] > MOST_PARTS * table["b_a"]
+        table["kv_slots"] = np.maximum(np.where(many, 2, 1), table["kv_slots"])
     if "s_expert" not in fixed:
         table["s_expert"] = np.maximum(model.expert_bytes, table["s_expert"])
     table["omega"] = np.clip(table["omega"], 0.0, 1.0)
@@ -170,8 +174,7 @@ def fewest_slots(groups: int) -> int:
     One of a few large groups may be worth having for weights that stay; of many small groups two
     of those that are taken together.
     """
-    together = -(-groups // MOST_GROUPS)
-    return 1 if together == 1 else 2 * together
+    return 1 if groups <= MOST_GROUPS else 2 * -(-groups // AS_GROUPS)
 
 
 def fetches(model: ModelSpec, rows: int) -> list[int]:
