@@ -22,7 +22,7 @@ from moegen.errors import Infeasible
 from moegen.sim.search import plan
 
 # Models by name and layers; machines by name, and their memory for a layer of the model's.
-MODELS = {"mixtral-8x7b": 4, "deepseek-v2": 4, "qwen3-30b-a3b": 4}
+MODELS = {"mixtral-8x7b": 6, "deepseek-v2": 8, "qwen3-30b-a3b": 6}
 MACHINES = ("c2", "c3", "h200")
 PROMPT, ANSWER = 512, 256
 WITHIN = 0.005
@@ -50,7 +50,7 @@ class Case:
             gpu_memory_bytes=few.head_bytes + max(0.3, share) * hw.gpu_memory_bytes,
         )  # fmt: skip
         # So many rows that it makes no difference how full the last batch is.
-        return cls(few, hw, mg.Workload.uniform(1_000_000, PROMPT, ANSWER))
+        return cls(few, hw, mg.Workload.uniform(100_000, PROMPT, ANSWER))
 
     def tokens_per_s(self, s: mg.Strategy) -> float:
         """What a strategy is judged by."""

@@ -111,8 +111,8 @@ class Rejected:
 
     def __str__(self) -> str:
         return (
-            f"{self.count:,} {self.phase} strategies need more {self.section} memory, for "
-            f"{self.line} most of all; the nearest, {format_bytes(self.shortfall_bytes)}"
+            f"{self.count:,} for {self.phase} do not fit {self.section} memory (the nearest by "
+            f"{format_bytes(self.shortfall_bytes)}: {self.line})"
         )
 
 

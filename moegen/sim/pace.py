@@ -151,7 +151,8 @@ def periods_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> 
         Whether tasks that run at the same time share resources; see ``simulate``.
     """
     # Slots for many layers fill for longer than layers are run: what binds in the end is asked too.
-    bound = np.maximum.reduce(list(bounds_s(p, cost, phase).values()))
+    bounds = bounds_s(p, cost, phase).items()
+    bound = np.maximum.reduce([s for name, s in bounds if shared or name.startswith("lane")])
     p = coarse(p)
     period_s = np.empty(len(p))
     tasks = 2 * p.groups + p.parts * (2 if phase == "decode" else 4)
@@ -161,7 +162,7 @@ def periods_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> 
         if len(some):
             layer_s, between_s = _Batch(p, some, cost, phase, shared).run()
             period_s[some] = p.repeats * layer_s + between_s
-    return np.maximum(bound, period_s) if shared else period_s
+    return np.maximum(bound, period_s)
 
 
 class _Run(NamedTuple):

@@ -61,7 +61,7 @@ def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
             n[k] * p.seconds[i, k] * p.loads[i, k, r] / layers
         )
     for name, capacity in capacities.items():
-        if name in demands:
+        if name in demands and name != "issue":  # the executor's, not the machine's
             parts[f"resource {name}"] = demands[name] / capacity
 
     def of(kind: str) -> np.ndarray:

@@ -123,8 +123,6 @@ class _Search:
         self.asked = dict(fixed)
         if "B" in fixed:
             fixed["B"] = min(fixed["B"], work.n)
-        if "b_a" in fixed and "B" in fixed:
-            fixed["b_a"] = min(fixed["b_a"], fixed["B"])
         self.fixed = fixed
         self.ledgers = Ledgers(model, hw, work)
         self.pricers: dict[Phase, Pricer] = {
@@ -149,23 +147,28 @@ class _Search:
         return self._with_gains(chosen, job, found)
 
     def _most_rows(self) -> int:
-        """Rows that host memory holds; those that are fixed if it does."""
+        """Rows that memory holds, whatever share of them the CPU attends to; those fixed if so.
+
+        Beside the fewest, smallest slots: a GPU may hold fewer rows than the host.
+        """
         kept = {k: v for k, v in self.fixed.items() if k not in ("B", "b_a")}
-        least = Strategy(B=1, b_a=1, b_e=1, kv_slots=1, dense_slots=1).with_(**kept)
+        least = Strategy(B=1, b_a=1, b_e=256, kv_slots=1, dense_slots=1).with_(**kept)
         memory(self.model, self.hw, least, self.work).require()
         if "B" in self.fixed:
-            memory(self.model, self.hw, least.with_(B=self.fixed["B"]), self.work).require()
-            return self.fixed["B"]
-        return self._most_rows_of(least, 1, self.work.n)
+            s = least.with_(B=self.fixed["B"])
+            memory(self.model, self.hw, s, self.work).require()
+            return s.B
+        on_cpu = least.with_(omega=kept.get("omega", 1.0))
+        most = self._most_rows_of(on_cpu, 1, self.work.n)
+        return greatest(
+            1, most, lambda B: memory(self.model, self.hw, least.with_(B=B), self.work).gpu.fits
+        )
 
     def _most_rows_of(self, s: Strategy, at_least: int, at_most: int) -> int:
         def fits(B: int) -> bool:
-            return self._host_bytes(s.with_(B=B)) <= self.hw.host_memory_bytes
+            return host_bytes(self.model, s.with_(B=B), self.work) <= self.hw.host_memory_bytes
 
         return greatest(at_least, at_most, fits)
-
-    def _host_bytes(self, s: Strategy) -> int:
-        return host_bytes(self.model, s, self.work)
 
     # -- decode ------------------------------------------------------------------------------
 
@@ -205,15 +208,10 @@ class _Search:
             return []
 
     def _smallest(self, most: int) -> Strategies:
-        """What fits though nothing of the grid did: fewest rows, smallest slots."""
-        base = Strategy(B=1, b_a=1, b_e=256, kv_slots=1, dense_slots=1)
-        base = base.with_(**{k: v for k, v in self.fixed.items() if k != "B"})
-        rows = self.fixed.get("B") or greatest(
-            1, most, lambda B: memory(self.model, self.hw, base.with_(B=B), self.work).fits
-        )
-        s = base.with_(B=rows)
-        memory(self.model, self.hw, s, self.work).require()
-        return Strategies.of([s])
+        """What fits though nothing of the grid did: the most rows with the smallest slots."""
+        base = Strategy(B=most, b_a=1, b_e=256, kv_slots=1, dense_slots=1).with_(**self.fixed)
+        memory(self.model, self.hw, base, self.work).require()
+        return Strategies.of([base])
 
     def _fitting(self, s: Strategies, phase: Phase | None) -> Strategies:
         """Those that fit, with the weights that the rest leaves room for resident.

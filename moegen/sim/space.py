@@ -20,7 +20,7 @@ PARTS, TILES, SHARES, OMEGAS = (16, 64, 128, 256, 512), (1024, 8192), (0.25, 0.5
 OMEGAS_NEAR = (-4, -3, -2, -1, 1, 2, 3, 4)
 # Rows in flight, as shares of the most that host memory holds. Those above 1 do not fit, and are
 # there to be counted.
-BATCHES = (1.1, 1.0, 0.75, 0.5, 0.25)
+BATCHES = (1.1, 1.0, 0.9, 0.75, 0.5, 0.25)
 # Of prefill: tokens of a wave, from the most down, each half of the one before; tokens of a
 # micro-batch.
 MOST_WAVE_TOKENS, LEAST_WAVE_TOKENS = 2**20, 2**11
@@ -56,7 +56,7 @@ def decode_grid(
             "fetch": fetches(model, batches(work, most)[-1]),
         }
         grids.append(Strategies.product(**_given(values, fixed)))
-    return sensible(model, Strategies.concatenate(grids))
+    return sensible(model, Strategies.concatenate(grids), fixed)
 
 
 def prefill_grid(
@@ -85,7 +85,7 @@ def prefill_grid(
         }
         kept = {k: v for k, v in fixed.items() if k in ("b_e", "dense_slots", "expert_group")}
         grids.append(Strategies.product(**_given(values, kept)))
-    return sensible(model, Strategies.concatenate(grids))
+    return sensible(model, Strategies.concatenate(grids), fixed)
 
 
 def near(
@@ -125,14 +125,17 @@ def near(
         table["kv_slots"] = np.maximum(np.where(many, 2, 1), table["kv_slots"])
     if "s_expert" not in fixed:
         table["s_expert"] = np.maximum(model.expert_bytes, table["s_expert"])
-    table["omega"] = np.clip(table["omega"], 0.0, 1.0)
-    return sensible(model, Strategies(**table))
+    table["omega"] = np.round(np.clip(table["omega"], 0.0, 1.0), 4)
+    return sensible(model, Strategies(**table), fixed)
 
 
-def sensible(model: ModelSpec, s: Strategies) -> Strategies:
+def sensible(model: ModelSpec, s: Strategies, fixed: Mapping[str, Any]) -> Strategies:
     """Each strategy that differs from the others in what it does, once."""
     n = model.layers[model.moe_layers[0]].n_experts if model.moe_layers else 1
-    s = s.with_(b_a=np.minimum(s.b_a, s.B), expert_group=np.minimum(s.expert_group, n))
+    most = {"b_a": s.B, "expert_group": np.int64(n)}
+    s = s.with_(
+        **{k: np.minimum(getattr(s, k), v) for k, v in most.items() if k not in fixed}
+    )
     return s.distinct()
 
 

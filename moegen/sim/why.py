@@ -9,9 +9,12 @@ from moegen.graph.model import ModelSpec
 from moegen.graph.residency import residency, ring_slots
 from moegen.graph.strategy import Plan, Strategy
 from moegen.graph.workload import Workload
+from moegen.parts import PARTS
 
 # A share of the CPU that brings less than this brings little.
 LITTLE = 0.10
+# KV of more than this share of the weights is much for the link.
+MUCH = 0.5
 
 
 def notes(
@@ -35,23 +38,23 @@ def notes(
     """
     said = list(without_effect(model, work, plan.decode, asked))
     if gain is not None:
-        said.append(_of_omega(model, work, plan.decode, gain))
+        said.append(_of_omega(model, work, plan.decode, binds, gain))
     return tuple(said)
 
 
-def _of_omega(model: ModelSpec, work: Workload, s: Strategy, gain: float) -> str:
+def _of_omega(model: ModelSpec, work: Workload, s: Strategy, binds: str, gain: float) -> str:
     tokens = s.B * (2 * work.prompt_tokens + work.gen_tokens) / (2 * work.n)
-    kv = tokens * model.kv_bytes_per_token
-    share = f"the KV that a step reads is {kv / model.weight_bytes:.0%} of the weights"
-    if gain < LITTLE:
+    share = tokens * model.kv_bytes_per_token / model.weight_bytes
+    kv = f"the KV that a step reads is {share:.0%} of the weights"
+    if gain >= LITTLE:
         return (
-            f"omega brings {max(0.0, gain):.1%} over none: {share}, so that attending on the CPU "
-            f"saves the link little"
+            f"omega = {s.omega:g} brings {gain:.0%} over none: {kv}, and what the CPU attends to "
+            f"need not cross the link"
         )
-    return (
-        f"omega = {s.omega:.3f} brings {gain:.0%} over none: {share}, and what the CPU attends to "
-        f"need not cross the link"
-    )
+    why = "so that attending on the CPU saves the link little"
+    if share > MUCH:
+        why = f"and yet what limits a step is {PARTS[binds].phrase}"
+    return f"omega = {s.omega:g} brings {max(0.0, gain):.1%} over none: {kv}, {why}"
 
 
 def without_effect(
