@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import moegen as mg
-from moegen.errors import Infeasible
 from moegen.sim.search import plan
 
 # Models by name and layers; machines by name, and their memory for a layer of the model's.

@@ -28,6 +28,11 @@ C2 = mg.HardwareSpec.from_name("c2")
 COST = mg.CostModel.roofline(C2)
 MIXTRAL = mg.ModelSpec.from_pretrained("mixtral-8x7b")
 WORK = mg.Workload.uniform(8500, 512, 256)
+# A model and a machine of which a plan takes a moment.
+SMALL = MIXTRAL.with_(n_layers=2)
+SMALL_HW = C2.with_(gpu_memory_bytes=6e9, host_memory_bytes=8e9)
+SMALL_WORK = mg.Workload.uniform(200, 128, 16)
+LITE = mg.ModelSpec.from_pretrained("deepseek-v2-lite").with_(n_layers=4)
 MIXED = mg.Workload.from_lengths(
     np.random.default_rng(0).integers(1, 3000, 500).tolist(),
     np.random.default_rng(1).integers(1, 500, 500).tolist(),
@@ -126,7 +131,7 @@ def test_strategies_run_in_step_take_as_long_as_the_engine_says(model, within, s
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("model", [MIXTRAL.with_(n_layers=4), deepseek()], ids=lambda m: m.name)
+@pytest.mark.parametrize("model", [SMALL, LITE], ids=lambda m: m.name)
 def test_bounds_of_many_are_those_of_the_graph(model, phase):
     e = model.expert_bytes
     s = mg.Strategy(B=60, b_a=15, b_e=64, s_expert=2 * e, omega=0.5 * (phase == "decode"))
@@ -176,9 +181,7 @@ def figure_7():
         base = mg.Strategy(3640, 256, 8192, 8 * MIXTRAL.expert_bytes, 0)
         several = Strategies.of([base.with_(omega=w) for w in omegas])
         found = search.pricers["decode"](search._fitting(several, None))
-        rates[name] = dict(
-            zip(omegas, 3640 / periods_s(found, search.cost, "decode"), strict=True)
-        )
+        rates[name] = dict(zip(omegas, 3640 / periods_s(found, search.cost, "decode"), strict=True))
     return rates
 
 
@@ -237,13 +240,15 @@ def test_a_plan_says_what_it_does(plans):
     assert mg.Plan(plan.prefill, plan.decode).time_s is None
 
 
-def test_what_was_rejected_is_summed_up(plans):
-    plan = plans["mixtral-8x7b"][0]
-    (gpu,) = [x for x in plan.rejected if (x.phase, x.section) == ("prefill", "gpu")]
-    work = mg.Workload.uniform(755, 512, 256)
-    ledger = memory(MIXTRAL, C2, gpu.example, work, phase="prefill", batch=755)
-    assert gpu.count > 1 and gpu.shortfall_bytes == -ledger.gpu.free_bytes > 0
-    assert gpu.line in {line.name for line in ledger.gpu.lines} and gpu.line in str(gpu)
+def test_what_was_rejected_is_summed_up():
+    hw, work = C2.with_(gpu_memory_bytes=3e9), mg.Workload.uniform(9000, 128, 16)
+    plan = mg.plan(SMALL, hw, work, B=3000)
+    assert {(x.phase, x.section) for x in plan.rejected} == {("prefill", "gpu"), ("decode", "gpu")}
+    for x in plan.rejected:
+        ledger = memory(SMALL, hw, x.example, work, phase=x.phase, batch=3000)
+        short = getattr(ledger, x.section)
+        assert x.count > 1 and x.shortfall_bytes == -short.free_bytes > 0
+        assert x.line in {line.name for line in short.lines} and x.line in str(x)
 
 
 def test_the_same_question_has_the_same_answer(plans):
@@ -269,15 +274,10 @@ def test_it_is_near_the_best_of_a_grid():
     ]
     fitting = [s for s in others if memory(case.model, case.hw, s, case.work).fits]
     best = max(case.tokens_per_s(s) for s in random.Random(0).sample(fitting, 8))
-    assert len(fitting) > 12 and case.tokens_per_s(chosen) >= 0.995 * best
+    assert len(fitting) > 8 and case.tokens_per_s(chosen) >= 0.995 * best
 
 
 # -- questions ---------------------------------------------------------------------------------
-
-# A model and a machine of which a plan takes a moment.
-SMALL = MIXTRAL.with_(n_layers=2)
-SMALL_HW = C2.with_(gpu_memory_bytes=6e9, host_memory_bytes=8e9)
-SMALL_WORK = mg.Workload.uniform(200, 128, 16)
 
 
 @pytest.mark.parametrize(
@@ -375,16 +375,16 @@ def test_small_and_mixed_jobs_have_plans(model, work):
 
 
 def test_a_gpu_that_holds_fewer_rows_than_the_host_gets_those():
-    model = mg.ModelSpec.from_pretrained("deepseek-v2-lite").with_(n_layers=4)
-    hw, work = C2.with_(gpu_memory_bytes=4e9), mg.Workload.uniform(20_000, 16, 16)
-    plan = mg.plan(model, hw, work)
-    assert 2000 < plan.decode.B < work.n and memory(model, hw, plan.decode, work).gpu.fits
+    hw, work = C2.with_(gpu_memory_bytes=2.5e9), mg.Workload.uniform(6000, 8, 4)
+    plan = mg.plan(LITE, hw, work)
+    assert 1500 < plan.decode.B < work.n and memory(LITE, hw, plan.decode, work).gpu.fits
 
 
 @pytest.mark.parametrize("knob", [f.name for f in fields(mg.Strategy)])
 def test_each_knob_changes_some_step(knob):
-    slots = 8 if knob == "dense_slots" else 1
-    base = mg.Strategy(200, 20, 64, slots * SMALL.expert_bytes, 0, 0.3, 1, 1)
+    base = mg.Strategy(200, 20, 64, SMALL.expert_bytes, 0, 0.3, 1, 1)
+    if knob == "dense_slots":  # copies ahead are those of the next layer's dense weights alone
+        base = base.with_(fetch="routed")
     other = {
         "B": 100, "b_a": 50, "b_e": 8, "s_expert": 6 * SMALL.expert_bytes,
         "s_params": 4 * SMALL.expert_bytes, "omega": 0.6, "kv_slots": 3, "dense_slots": 2,

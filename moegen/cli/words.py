@@ -253,7 +253,8 @@ def _weights(model: mg.ModelSpec, s: mg.Strategy) -> str:
 def _both_memories(ledgers: Mapping[str, mg.Ledger]) -> str:
     host = max(ledger.host.total_bytes for ledger in ledgers.values())
     on_gpu = " and ".join(
-        f"{format_bytes(ledgers[phase].gpu.total_bytes)} in {phase}" for phase in ("decode", "prefill")
+        f"{format_bytes(ledgers[phase].gpu.total_bytes)} in {phase}"
+        for phase in ("decode", "prefill")
     )
     of = ledgers["decode"]
     return (

@@ -16,7 +16,7 @@ from moegen.sim.cost import Cost, CostModel
 from moegen.timeline import Timeline, incoming
 
 # Two loads that add up to a capacity may exceed it by rounding: that is no contention.
-ROUNDING = 1e-12
+_ROUNDING = 1e-12
 
 
 def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True) -> Timeline:
@@ -113,7 +113,7 @@ def max_min_speeds(
     free = dict(capacities)
     level = 0.0
     while rising:
-        fullest, full_at = None, 1.0 - ROUNDING
+        fullest, full_at = None, 1.0 - _ROUNDING
         for name, left in free.items():
             drawn = sum(loads[i].get(name, 0.0) for i in rising)
             if drawn > 0 and left / drawn < full_at:

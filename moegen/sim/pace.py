@@ -15,13 +15,14 @@ import numpy as np
 
 from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
-from moegen.sim.engine import ROUNDING
 from moegen.sim.pieces import AT, KINDS, LANES, Pieces
 from moegen.sim.rough import bounds_s
 
 # More groups of experts, or micro-batches, than this are taken several at a time, as so many.
 MOST_GROUPS, AS_GROUPS = 16, 16
 MOST_PARTS, AS_PARTS = 24, 12
+# Two draws that add up to a capacity may exceed it by rounding, as in the engine.
+ROUNDING = 1e-12
 GPU, BULK, KV, ACT, CPU = range(5)
 
 
@@ -199,7 +200,9 @@ class _Batch:
         self.of = of = _Run(len(p.seconds))
         columns = (p.parts, p.groups, p.resident, p.slots, p.kv_slots, p.dense_slots, p.on_cpu,
                    p.copies_dense, p.routed)  # fmt: skip
-        stamps = [_Layer(phase, *row) for row in zip(*(c[some].tolist() for c in columns), strict=True)]
+        stamps = [
+            _Layer(phase, *row) for row in zip(*(c[some].tolist() for c in columns), strict=True)
+        ]
         distinct = {stamp: i for i, stamp in enumerate(dict.fromkeys(stamps))}
         which = np.array([distinct[stamp] for stamp in stamps])
         tables = [_stamped(stamp, of) for stamp in distinct]
@@ -221,7 +224,7 @@ class _Batch:
         # By strategy, then by kind of the first layer of the pattern, the second, ...
         self.seconds = np.moveaxis(p.seconds[:, :, some], 2, 0).reshape(len(some), -1)
         loads = np.moveaxis(p.loads[:, :, used][..., some], 3, 0)
-        self.loads = loads.reshape(len(some), -1, len(used))
+        self.loads = loads.reshape(len(some), self.seconds.shape[1], len(used))
         names = [RESOURCES[r] for r in used]
         alone, both = cost.capacities(()), cost.capacities(("h2d", "d2h"))
         self.alone = np.array([alone.get(name, np.inf) for name in names])

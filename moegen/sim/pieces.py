@@ -136,7 +136,9 @@ class Pricer:
                 ends = np.cumsum(counts[order := np.argsort(each, kind="stable")])
                 # Quantiles in the order of multiples of the golden ratio.
                 at = (0.5 + np.arange(B) * 0.6180339887498949) % 1.0 * self.work.n
-                self._rows[B] = each[order][np.searchsorted(ends, at, side="right").clip(0, len(ends) - 1)]
+                self._rows[B] = each[order][
+                    np.searchsorted(ends, at, side="right").clip(0, len(ends) - 1)
+                ]
         return self._rows[B]
 
     def cpu_rows(self, B: int, omega: float) -> int:
@@ -184,7 +186,9 @@ class Pricer:
         draws = np.zeros((*shape, len(RESOURCES)), dtype=bool)
         zero, one = np.zeros_like(s.B), np.ones_like(s.B)
 
-        def put(p: int, kind: str, op: str, scale: np.ndarray | float, *columns: np.ndarray) -> None:
+        def put(
+            p: int, kind: str, op: str, scale: np.ndarray | float, *columns: np.ndarray
+        ) -> None:
             """``columns``: B, rows of the CPU, of a micro-batch, b_e, group, fetch: as needed."""
             values, which = groups_of(
                 columns or (zero,), lambda *at: self._price(op, self.layers[p], at)
@@ -240,11 +244,17 @@ class Pricer:
             seconds[0, AT[kind]] = np.array(values)[which]
         # Layers ahead have the attention of the pattern's last layer.
         last = dict(zip(KINDS, seconds[-1], strict=True))
-        attends_s = last["pre_attn"] + last["post_attn"] + np.maximum(
-            last["send_qkv"] + last["attn_cpu"] + last["recv_attn"], parts * last["attention"]
+        attends_s = (
+            last["pre_attn"]
+            + last["post_attn"]
+            + np.maximum(
+                last["send_qkv"] + last["attn_cpu"] + last["recv_attn"], parts * last["attention"]
+            )
         )
         if self.phase == "decode":
-            fetches_s = np.maximum(0, parts - 1) * last["fetch_kv"] + (parts > 0) * last["last_fetch"]
+            fetches_s = (
+                np.maximum(0, parts - 1) * last["fetch_kv"] + (parts > 0) * last["last_fetch"]
+            )
             seconds[0, AT["fetch_ahead"]] = len(self.ahead) * fetches_s
         for array in (loads, draws):
             array[0, AT["fetch_ahead"]] = array[-1, AT["fetch_kv"]]

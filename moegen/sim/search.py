@@ -230,7 +230,12 @@ class _Search:
         return s.take((host <= self.hw.host_memory_bytes) & (gpu <= self.hw.gpu_memory_bytes))
 
     def _reject(
-        self, s: Strategies, phase: Phase, host: np.ndarray, gpu: np.ndarray, batch: int | None = None
+        self,
+        s: Strategies,
+        phase: Phase,
+        host: np.ndarray,
+        gpu: np.ndarray,
+        batch: int | None = None,
     ) -> None:
         host_over, gpu_over = host - self.hw.host_memory_bytes, gpu - self.hw.gpu_memory_bytes
         gpu_over = np.where(host_over > 0, 0, gpu_over)  # each once
@@ -278,9 +283,7 @@ class _Search:
             if ledger.gpu.fits:
                 return s
         ledgers = Ledgers(self.model, self.hw, self.work, "prefill", batch)
-        s, gpu = ledgers.with_most_params(
-            prefill_grid(self.model, self.work, batch, self.fixed)
-        )
+        s, gpu = ledgers.with_most_params(prefill_grid(self.model, self.work, batch, self.fixed))
         fits = gpu <= self.hw.gpu_memory_bytes
         self._reject(s, "prefill", np.zeros_like(gpu), gpu, batch)
         if not fits.any():

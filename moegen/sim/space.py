@@ -104,7 +104,10 @@ def near(
         parts = max(1, -(-on_gpu // s.b_a))
         for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, 2 * parts, parts // 2}):
             changes.append({"b_a": -(-on_gpu // max(1, n))})
-        group, slots = s.expert_group * max(1, model.expert_bytes), max(1, s.s_expert // (s.expert_group * max(1, model.expert_bytes)))
+        group, slots = (
+            s.expert_group * max(1, model.expert_bytes),
+            max(1, s.s_expert // (s.expert_group * max(1, model.expert_bytes))),
+        )
         for n in sorted({slots - 2, slots - 1, slots + 1, slots + 2, slots // 2, slots * 3 // 2}):
             changes.append({"s_expert": n * group})
         changes += [{"kv_slots": s.kv_slots + k} for k in (-1, 1)]
@@ -133,9 +136,7 @@ def sensible(model: ModelSpec, s: Strategies, fixed: Mapping[str, Any]) -> Strat
     """Each strategy that differs from the others in what it does, once."""
     n = model.layers[model.moe_layers[0]].n_experts if model.moe_layers else 1
     most = {"b_a": s.B, "expert_group": np.int64(n)}
-    s = s.with_(
-        **{k: np.minimum(getattr(s, k), v) for k, v in most.items() if k not in fixed}
-    )
+    s = s.with_(**{k: np.minimum(getattr(s, k), v) for k, v in most.items() if k not in fixed})
     return s.distinct()
 
 
