@@ -92,7 +92,7 @@ def judge(name: str, machine: str, every: int) -> tuple[str, str, int, float, fl
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="The planner against an exhaustive grid")
     parser.add_argument("--every", type=int, default=1, help="judge one of so many of the grid")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()

@@ -82,6 +82,10 @@ class Strategies:
         first = np.unique(table, axis=1, return_index=True)[1]
         return self.take(np.sort(first))
 
+    def rows(self) -> list[tuple[float, ...]]:
+        """Each strategy as a tuple, in the order of the columns."""
+        return list(zip(*(getattr(self, name).tolist() for name in COLUMNS), strict=True))
+
     def strategy(self, i: int) -> Strategy:
         """One of them."""
         row = {name: getattr(self, name)[i].item() for name in COLUMNS}
@@ -276,12 +280,13 @@ class Ledgers:
         return Capacity.worst(s, self.work, self.phase, self.batch)
 
     def _total(self, beside: tuple[np.ndarray, np.ndarray], packed: np.ndarray) -> np.ndarray:
-        blocks = (np.full(packed.shape, self.model.head_bytes), packed, *beside)
+        head = np.full(packed.shape, self.model.head_bytes)
+        blocks = np.stack([head, packed, *beside])
         workspace = self.hw.gpu_workspace_bytes
         if workspace is None:
-            return sum(blocks)
+            return blocks.sum(axis=0)
         libraries = library_bytes(self.model, workspace) + SMALL_BYTES
-        return libraries + sum(reserved_bytes(block) for block in blocks)
+        return libraries + reserved_bytes(blocks).sum(axis=0)
 
 
 def weight_slots(model: ModelSpec, s: Strategies, kept: Kept) -> tuple[np.ndarray, np.ndarray]:

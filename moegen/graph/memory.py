@@ -120,7 +120,7 @@ class Section:
 
     @property
     def blamed(self) -> Line:
-        """The biggest line that a strategy can change, or the first where the others are too much."""
+        """The biggest line that a strategy can change; one that none can if those are too much."""
         fixed = [x for x in self.lines if x.name in _FIXED]
         if sum(x.bytes for x in fixed) > self.capacity_bytes:
             return fixed[0]

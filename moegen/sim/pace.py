@@ -7,12 +7,14 @@ takes each of them to its next event. Layers are stamped from one, as the builde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from moegen.errors import DeadlockError
 from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
 from moegen.sim.pieces import AT, KINDS, LANES, Pieces
@@ -41,20 +43,21 @@ class _Layer(NamedTuple):
     routed: bool
 
 
-# Of a task: its kind, and what must have ended before it: (lane, layers later, place in layer).
-_Task = tuple[str, list[tuple[int, int, int]]]
+# What must have ended before a task: (lane, layers later, place in layer). A task's kind, and that.
+_Need = tuple[int, int, int]
+_Task = tuple[str, list[_Need]]
 
 
 @lru_cache(maxsize=4096)
-def _tasks(x: _Layer) -> tuple[list[_Task], ...]:
+def _tasks(x: _Layer) -> tuple[Sequence[_Task], ...]:
     """The tasks of a layer, lane by lane in their order, as `moegen.graph.build` emits them."""
     M, G, R = x.parts, x.groups, x.resident
     decode = x.phase == "decode"
     shared_at = (M + 3) if decode else 3 * M + 1  # places on the GPU
     expert_at = shared_at + 1 + R
     dense_of = -1 if x.routed else 0  # the layer whose turn copies this layer's dense weights
-    dense = [(BULK, dense_of, 0)] if x.copies_dense else []
-    counts = (ACT, 0, 2 if x.on_cpu else 0)
+    dense: list[_Need] = [(BULK, dense_of, 0)] if x.copies_dense else []
+    counts: _Need = (ACT, 0, 2 if x.on_cpu else 0)
     copy_at = 1 if x.copies_dense else 0
 
     gpu: list[_Task] = []
@@ -216,16 +219,16 @@ class _Batch:
             need[i, :, : kinds.shape[1]] = needs
             ends[i] = gpu_ends
         self.kind, self.need, self.ends = kind, need, ends[which]
-        self.which = which
+        self.which, self.stamps = which, list(distinct)
         # What only one lane draws on is never short.
-        drawn = p.draws.any(axis=0)
-        lanes = [drawn[[AT[kind] for kind in kinds]].any(axis=0) for kinds in LANES.values()]
+        drawn: np.ndarray = np.any(p.draws, axis=0)
+        lanes = [drawn[[AT[kind] for kind in kinds], :].any(axis=0) for kinds in LANES.values()]
         used = np.flatnonzero(np.sum(lanes, axis=0) > 1) if shared else np.zeros(0, dtype=int)
         # By strategy, then by kind of the first layer of the pattern, the second, ...
         self.seconds = np.moveaxis(p.seconds[:, :, some], 2, 0).reshape(len(some), -1)
         loads = np.moveaxis(p.loads[:, :, used][..., some], 3, 0)
         self.loads = loads.reshape(len(some), self.seconds.shape[1], len(used))
-        names = [RESOURCES[r] for r in used]
+        names = [RESOURCES[r] for r in used.tolist()]
         alone, both = cost.capacities(()), cost.capacities(("h2d", "d2h"))
         self.alone = np.array([alone.get(name, np.inf) for name in names])
         self.both = np.array([both.get(name, np.inf) for name in names])
@@ -261,6 +264,8 @@ class _Batch:
             speed = self._speeds(draws)
             to_go = np.where(running, left / speed, np.inf)
             step = to_go.min(axis=1)
+            if not np.isfinite(step).all():
+                raise DeadlockError(f"tasks of a layer never end, in one of {self.stamps}")
             now = now + step
             left = left - speed * step[:, None]
             ended = running & (to_go <= step[:, None] * (1 + ROUNDING))
@@ -271,14 +276,11 @@ class _Batch:
             for column, layer in enumerate(marks):
                 hit = of_gpu & (done[:, GPU] == ends[:, layer])
                 at_s[live[hit], column] = now[hit]
-            over = done[:, GPU] >= until
-            if over.any():
-                keep = ~over
-                live, now, done, running, left, draws, base, seconds, loads, ends, until = (
-                    x[keep]
-                    for x in (live, now, done, running, left, draws, base, seconds, loads, ends,
-                              until)
-                )  # fmt: skip
+            on = done[:, GPU] < until
+            if not on.all():
+                live, now, done, running = live[on], now[on], done[on], running[on]
+                left, draws, base, until = left[on], draws[on], base[on], until[on]
+                seconds, loads, ends = seconds[on], loads[on], ends[on]
         first_s, next_s = np.diff(at_s, axis=1).T
         # Slots that fill between the steps save nothing: they are as full as that in a long run.
         return first_s / of.paced, np.maximum(0.0, next_s - first_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -238,10 +238,9 @@ class Pricer:
             share = at_hand / np.maximum(1, resident * group)
             put(p, "resident", "expert", share, s.B, zero, one, s.b_e, group, zero)
         for kind, ops in _ENDS.items():
-            values, which = groups_of(
-                (s.B,), lambda *at: sum(self._price(op, -1, at)[0] for op in ops)
-            )
-            seconds[0, AT[kind]] = np.array(values)[which]
+            for op in ops:
+                values, which = groups_of((s.B,), partial(self._seconds, op, -1))
+                seconds[0, AT[kind]] += np.array(values)[which]
         # Layers ahead have the attention of the pattern's last layer.
         last = dict(zip(KINDS, seconds[-1], strict=True))
         attends_s = (
@@ -260,7 +259,7 @@ class Pricer:
             array[0, AT["fetch_ahead"]] = array[-1, AT["fetch_kv"]]
         for i in self.ahead:
             values, which = groups_of(
-                (s.B, zero, one, s.b_e), lambda *at: self._price("dense_mlp", i, at)[0]
+                (s.B, zero, one, s.b_e), partial(self._seconds, "dense_mlp", i)
             )
             copy_s, drawn = self._price("copy_dense", i, (1,))
             seconds[0, AT["enter"]] += attends_s + np.array(values)[which]
@@ -273,6 +272,9 @@ class Pricer:
             copies_dense=copies > 0, routed=routed, ahead=len(self.ahead),
             repeats=self.repeats,
         )  # fmt: skip
+
+    def _seconds(self, op: str, layer: int, *at: float) -> float:
+        return self._price(op, layer, at)[0]
 
     def _active(self, B: int) -> int:
         return _Point(self, B).active_experts(self.layers[-1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from moegen.graph.model import Phase
@@ -14,10 +16,10 @@ _ATTENDS = (
 )  # fmt: skip
 
 
-def counts(p: Pieces, phase: Phase) -> list[np.ndarray | int]:
+def counts(p: Pieces, phase: Phase) -> list[Any]:
     """How many tasks of each kind a layer has, for each kind of shape [strategies]."""
     decode = phase == "decode"
-    n: dict[str, np.ndarray | int] = dict.fromkeys(KINDS, 1)
+    n: dict[str, Any] = dict.fromkeys(KINDS, 1)
     n["fetch_kv"] = np.maximum(0, p.parts - 1) if decode else 0
     n["attention"] = n["fetch_kv"] if decode else p.parts
     n["last_attention"] = n["last_fetch"] = (p.parts > 0) if decode else 0
@@ -49,13 +51,13 @@ def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
     for kind in _ATTENDS:
         n[AT[kind]] = n[AT[kind]] * (1 + p.ahead / p.repeats)
     busy_s = [count * each for count, each in zip(n, seconds, strict=True)]
-    parts = {
+    parts: dict[str, Any] = {
         f"lane {lane}": sum(busy_s[AT[kind]] for kind in (*kinds, *BETWEEN.get(lane, ())))
         for lane, kinds in LANES.items()
     }
     layers = len(p.seconds)
     capacities = cost.capacities(())
-    demands = dict.fromkeys(RESOURCES, 0.0)
+    demands: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
     for i, k, r in np.argwhere(p.draws):
         demands[RESOURCES[r]] = demands[RESOURCES[r]] + (
             n[k] * p.seconds[i, k] * p.loads[i, k, r] / layers

@@ -8,7 +8,6 @@ the last few decide (`moegen.sim.job`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -29,7 +28,7 @@ from moegen.sim.job import JobEstimate, estimate_job
 from moegen.sim.pace import periods_s
 from moegen.sim.pieces import Pricer
 from moegen.sim.rough import bounds_s, roughly_s
-from moegen.sim.space import decode_grid, near, prefill_grid
+from moegen.sim.space import PREFILLS_TOO, decode_grid, near, prefill_grid
 from moegen.sim.why import notes
 
 # Of the grid so many are run in step: the best of each choice of all knobs but ω.
@@ -101,7 +100,8 @@ def _checked(fixed: Mapping[str, Any]) -> dict[str, Any]:
             f"plan() has no argument {', '.join(sorted(unknown))}: a Strategy's fields can be "
             f"fixed, which are {', '.join(known)}"
         )
-    s = Strategy(**{"B": 1, "b_a": 1, "b_e": 1} | dict(fixed))
+    values: dict[str, Any] = {"B": 1, "b_a": 1, "b_e": 1} | dict(fixed)
+    s = Strategy(**values)
     return {name: getattr(s, name) for name in fixed}
 
 
@@ -138,12 +138,11 @@ class _Search:
         most = self._most_rows()
         first = min(most, self.work.n)
         # What prefill takes a row, and a wave at least, whatever decode does.
-        self.prefill = self._prefill(first)
+        self._prefill(first)
         wave_s, self.wave_least_s, rows = self.prefill_step
         self.row_s = wave_s / rows
         found = self._decode(most)
-        best = self._finalists(found)
-        (job, chosen), *_ = best
+        chosen, job = self._soonest(found)
         return self._with_gains(chosen, job, found)
 
     def _most_rows(self) -> int:
@@ -180,16 +179,17 @@ class _Search:
         step_s = roughly_s(p, self.cost, "decode")
         self.n_evaluated += len(s)
         job_s = self._job_s(s, step_s, bounds_s(p, self.cost, "decode")["lane BULK"])
-        found = self._paced(s.take(_best_of_each(s, job_s, MOST_PACED)))
-        self.without_cpu = self._rate(found, found.s.omega == 0)
+        best = s.take(_best_of_each(s, job_s, MOST_PACED))
+        self.paced = set(best.rows())  # counted already
+        found = self._paced(best)
         sound = self._sound()
         for step in OMEGA_STEPS:
             bases = [_at_the_bend(found, i) for i in _apart(found)]
-            bases += [self._fuller(bases[0], most)] + sound
+            bases += [self._fuller(bases[0], most), *sound]
             sound = []
-            some = self._fitting(near(self.model, bases, step, self.fixed), None)
-            more = self._paced(some)
-            found = _merged(found, more)
+            more = self._fitting(near(self.model, bases, step, self.fixed), None)
+            if len(more):
+                found = _merged(found, self._paced(more))
         return found
 
     def _fuller(self, s: Strategy, most: int) -> Strategy:
@@ -256,7 +256,8 @@ class _Search:
     def _paced(self, s: Strategies) -> _Found:
         p = self.pricers["decode"](s)
         step_s = periods_s(p, self.cost, "decode")
-        self.n_evaluated += len(s)
+        self.n_evaluated += len(set(s.rows()) - self.paced)
+        self.paced |= set(s.rows())
         job_s = self._job_s(s, step_s, bounds_s(p, self.cost, "decode")["lane BULK"])
         return _sorted(_Found(s, step_s, job_s))
 
@@ -286,12 +287,7 @@ class _Search:
         s, gpu = ledgers.with_most_params(prefill_grid(self.model, self.work, batch, self.fixed))
         fits = gpu <= self.hw.gpu_memory_bytes
         self._reject(s, "prefill", np.zeros_like(gpu), gpu, batch)
-        if not fits.any():
-            i = int(gpu.argmin())
-            memory(
-                self.model, self.hw, s.strategy(i), self.work, phase="prefill", batch=batch
-            ).gpu.require()
-        s = s.take(fits)
+        s = s.take(fits) if fits.any() else self._smallest_wave(batch)
         pricer = self.pricers["prefill"]
         self.n_evaluated += len(s)
         waves = -(-batch // s.B)
@@ -307,10 +303,18 @@ class _Search:
         self.step_s[best] = float(step_s[i])
         return best
 
+    def _smallest_wave(self, batch: int) -> Strategies:
+        """One prompt at a time with the smallest slots, where nothing of the grid fits."""
+        kept = {k: v for k, v in self.fixed.items() if k in PREFILLS_TOO}
+        s = Strategy(B=1, b_a=1, b_e=256, kv_slots=1, dense_slots=1).with_(**kept)
+        ledger = memory(self.model, self.hw, s, self.work, phase="prefill", batch=batch)
+        ledger.gpu.require()
+        return Strategies.of([s])
+
     # -- the last few ------------------------------------------------------------------------
 
-    def _finalists(self, found: _Found) -> list[tuple[JobEstimate, Plan]]:
-        """Whole jobs of the best, and of what is nearly as good with other rows in flight."""
+    def _soonest(self, found: _Found) -> tuple[Plan, JobEstimate]:
+        """By whole jobs, of the best and of what is nearly as good with other rows in flight."""
         chosen: dict[int, int] = {}
         for i, (B, job_s) in enumerate(zip(found.s.B.tolist(), found.job_s.tolist(), strict=True)):
             if job_s > NEARLY * found.job_s[0] or len(chosen) == 3:
@@ -324,7 +328,7 @@ class _Search:
         soonest = min(job.time_s for job, _, _ in plans)
         equal = [x for x in plans if x[0].time_s <= EQUAL * soonest]
         job, s, _ = max(equal, key=lambda x: x[2])
-        return [(job, s)]
+        return s, job
 
     def _job(self, s: Plan) -> JobEstimate:
         prompts, answers = self.work.lengths
@@ -332,7 +336,8 @@ class _Search:
 
     def _with_gains(self, s: Plan, job: JobEstimate, found: _Found) -> Plan:
         binds, share = {}, {}
-        for phase, strategy in (("prefill", s.prefill), ("decode", s.decode)):
+        phases: tuple[tuple[Phase, Strategy], ...] = (("prefill", s.prefill), ("decode", s.decode))
+        for phase, strategy in phases:
             p = self.pricers[phase](Strategies.of([strategy]))
             parts = {k: float(v[0]) for k, v in bounds_s(p, self.cost, phase).items()}
             binds[phase] = max(parts, key=lambda name: parts[name])
@@ -355,20 +360,17 @@ class _Search:
             rejected=tuple(self.rejected),
             notes=notes(
                 self.model, self.work, s, self.asked, binds["decode"],
-                gain=self._gain(s.decode, found),
+                gain=self._gain(found),
             ),
         )  # fmt: skip
 
-    def _gain(self, s: Strategy, found: _Found) -> float | None:
-        """How much faster decode is than the best with ω = 0; None where that was not looked at."""
-        if self.without_cpu is None:
-            return None
-        return self._rate(found, found.s.B > 0) / self.without_cpu - 1
+    def _gain(self, found: _Found) -> float | None:
+        """By how much the job is shorter than without the CPU's attention, of its own length.
 
-    def _rate(self, found: _Found, which: np.ndarray) -> Any:
-        if not which.any():
-            return None
-        return 1 / found.job_s[which].min()
+        None where that was not looked at.
+        """
+        without = found.job_s[found.s.omega == 0]
+        return float(without.min() / found.job_s[0] - 1) if len(without) else None
 
 
 def _best_of_each(s: Strategies, job_s: np.ndarray, most: int) -> np.ndarray:
@@ -386,16 +388,9 @@ def _best_of_each(s: Strategies, job_s: np.ndarray, most: int) -> np.ndarray:
 
 
 def _apart(found: _Found) -> list[int]:
-    """Indices of the best, and of the best with other rows in flight or other slots for experts."""
-    seen: Counter[int] = Counter()
-    chosen: list[int] = []
-    for i, B in enumerate(found.s.B.tolist()):
-        if not seen[B]:
-            chosen.append(i)
-        seen[B] += 1
-        if len(chosen) == 2:
-            break
-    return chosen
+    """Indices of the best, and of the best with other rows in flight."""
+    others = np.flatnonzero(found.s.B != found.s.B[0])
+    return [0, *others[:1].tolist()]
 
 
 def _at_the_bend(found: _Found, i: int) -> Strategy:

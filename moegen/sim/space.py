@@ -17,6 +17,8 @@ from moegen.sim.pace import AS_GROUPS, MOST_GROUPS, MOST_PARTS
 # Of decode: rows of a micro-batch; tokens of an expert's tile; shares of a layer's experts that
 # slots hold; steps of ω.
 PARTS, TILES, SHARES, OMEGAS = (16, 64, 128, 256, 512), (1024, 8192), (0.25, 0.5, 1.0), 16
+# What is fixed of decode's knobs is so for prefill too.
+PREFILLS_TOO = ("b_e", "dense_slots", "expert_group")
 OMEGAS_NEAR = (-4, -3, -2, -1, 1, 2, 3, 4)
 # Rows in flight, as shares of the most that host memory holds. Those above 1 do not fit, and are
 # there to be counted.
@@ -83,7 +85,7 @@ def prefill_grid(
             "expert_group": [group],
             "fetch": [0],
         }
-        kept = {k: v for k, v in fixed.items() if k in ("b_e", "dense_slots", "expert_group")}
+        kept = {k: v for k, v in fixed.items() if k in PREFILLS_TOO}
         grids.append(Strategies.product(**_given(values, kept)))
     return sensible(model, Strategies.concatenate(grids), fixed)
 
@@ -104,10 +106,8 @@ def near(
         parts = max(1, -(-on_gpu // s.b_a))
         for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, 2 * parts, parts // 2}):
             changes.append({"b_a": -(-on_gpu // max(1, n))})
-        group, slots = (
-            s.expert_group * max(1, model.expert_bytes),
-            max(1, s.s_expert // (s.expert_group * max(1, model.expert_bytes))),
-        )
+        group = s.expert_group * max(1, model.expert_bytes)
+        slots = max(1, s.s_expert // group)
         for n in sorted({slots - 2, slots - 1, slots + 1, slots + 2, slots // 2, slots * 3 // 2}):
             changes.append({"s_expert": n * group})
         changes += [{"kv_slots": s.kv_slots + k} for k in (-1, 1)]
@@ -163,7 +163,7 @@ def groups(model: ModelSpec, fixed: Mapping[str, Any]) -> list[int]:
 
 
 def slot_counts(model: ModelSpec, group: int) -> list[int]:
-    """Slots for groups of experts: the fewest that are looked at, twice those, shares of a layer's."""
+    """Slots for groups of experts: the fewest that are looked at, twice that, shares of all."""
     if not model.moe_layers:
         return [1]
     n = -(-model.layers[model.moe_layers[0]].n_experts // group)
