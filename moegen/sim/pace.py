@@ -80,8 +80,9 @@ def _tasks(x: _Layer) -> tuple[Sequence[_Task], ...]:
             gpu.append(("post_attn", []))
             kv.append(("append_kv", [(GPU, 0, 3 * m)]))
     gpu += [("route", []), ("shared", [])]
-    gpu += [("resident", [counts])] * R
-    gpu += [("expert", [counts, (BULK, 0, copy_at + j)]) for j in range(G)]
+    gpu.extend(("resident", [counts]) for _ in range(R))
+    for j in range(G):
+        gpu.append(("expert", [counts, (BULK, 0, copy_at + j)]))
     gpu.append(("combine", []))
 
     bulk: list[_Task] = []

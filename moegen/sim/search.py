@@ -37,7 +37,7 @@ MOST_PACED, MOST_WAVES_PACED = 72, 24
 OMEGA_STEPS = (0.02, 0.002)
 # Whole jobs are compared where the estimates before were as near as this; of jobs that take as
 # long as each other, the one that decodes faster is taken.
-NEARLY, EQUAL = 1.03, 1.002
+NEARLY, EQUAL = 1.01, 1.002
 
 
 def plan(

@@ -22,7 +22,7 @@ PREFILLS_TOO = ("b_e", "dense_slots", "expert_group")
 OMEGAS_NEAR = (-4, -3, -2, -1, 1, 2, 3, 4)
 # Rows in flight, as shares of the most that host memory holds. Those above 1 do not fit, and are
 # there to be counted.
-BATCHES = (1.1, 1.0, 0.9, 0.75, 0.5, 0.25)
+BATCHES = (1.1, 1.0, 0.75, 0.5, 0.25)
 # Of prefill: tokens of a wave, from the most down, each half of the one before; tokens of a
 # micro-batch.
 MOST_WAVE_TOKENS, LEAST_WAVE_TOKENS = 2**20, 2**11
