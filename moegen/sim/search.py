@@ -32,7 +32,7 @@ from moegen.sim.space import PREFILLS_TOO, decode_grid, near, prefill_grid
 from moegen.sim.why import notes
 
 # Of the grid so many are run in step: the best of each choice of all knobs but ω.
-MOST_PACED, MOST_WAVES_PACED = 72, 24
+MOST_PACED, MOST_WAVES_PACED = 40, 16
 # Steps of ω around the best, one after the other: the period is steep on both sides.
 OMEGA_STEPS = (0.02, 0.002)
 # Whole jobs are compared where the estimates before were as near as this; of jobs that take as
@@ -187,7 +187,9 @@ class _Search:
             bases = [_at_the_bend(found, i) for i in _apart(found)]
             bases += [self._fuller(bases[0], most), *sound]
             sound = []
-            more = self._fitting(near(self.model, bases, step, self.fixed), None)
+            last = step == OMEGA_STEPS[-1]
+            near_by = near(self.model, bases, step, self.fixed, omega_alone=last)
+            more = self._fitting(near_by, None)
             if len(more):
                 found = _merged(found, self._paced(more))
         return found

@@ -91,9 +91,16 @@ def prefill_grid(
 
 
 def near(
-    model: ModelSpec, several: Sequence[Strategy], step: float, fixed: Mapping[str, Any]
+    model: ModelSpec,
+    several: Sequence[Strategy],
+    step: float,
+    fixed: Mapping[str, Any],
+    omega_alone: bool = False,
 ) -> Strategies:
-    """What differs from good strategies of decode in one knob, or in ω by a few steps."""
+    """What differs from good strategies of decode in one knob, or in ω by a few steps.
+
+    With ``omega_alone`` the other knobs stay.
+    """
     rows: list[dict[str, Any]] = []
     n_experts = model.layers[model.moe_layers[0]].n_experts if model.moe_layers else 1
     for s in several:
@@ -102,19 +109,9 @@ def near(
             base["s_params"] = 0
         changes: list[dict[str, Any]] = [{}]
         changes += [{"omega": s.omega + k * step} for k in OMEGAS_NEAR]
-        on_gpu = max(1, round((1 - s.omega) * s.B))
-        parts = max(1, -(-on_gpu // s.b_a))
-        for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, 2 * parts, parts // 2}):
-            changes.append({"b_a": -(-on_gpu // max(1, n))})
+        if not omega_alone:
+            changes += _other_knobs(model, s)
         group = s.expert_group * max(1, model.expert_bytes)
-        slots = max(1, s.s_expert // group)
-        for n in sorted({slots - 2, slots - 1, slots + 1, slots + 2, slots // 2, slots * 3 // 2}):
-            changes.append({"s_expert": n * group})
-        changes += [{"kv_slots": s.kv_slots + k} for k in (-1, 1)]
-        changes += [{"kv_slots": s.kv_slots + 1, "b_a": -(-s.b_a * s.kv_slots // (s.kv_slots + 1))}]
-        changes += [{"dense_slots": 3 - s.dense_slots}] if s.dense_slots < 3 else []
-        changes += [{"b_e": s.b_e * 2}, {"b_e": s.b_e // 2}]
-        changes += [{"expert_group": s.expert_group * 2}, {"expert_group": s.expert_group // 2}]
         if "s_expert" not in fixed:
             least = fewest_slots(-(-n_experts // s.expert_group)) * group
             base["s_expert"] = max(least, base["s_expert"])
@@ -130,6 +127,25 @@ def near(
         table["s_expert"] = np.maximum(model.expert_bytes, table["s_expert"])
     table["omega"] = np.round(np.clip(table["omega"], 0.0, 1.0), 4)
     return sensible(model, Strategies(**table), fixed)
+
+
+def _other_knobs(model: ModelSpec, s: Strategy) -> list[dict[str, Any]]:
+    """A step of each knob but ω, both ways."""
+    changes: list[dict[str, Any]] = []
+    on_gpu = max(1, round((1 - s.omega) * s.B))
+    parts = max(1, -(-on_gpu // s.b_a))
+    for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, 2 * parts, parts // 2}):
+        changes.append({"b_a": -(-on_gpu // max(1, n))})
+    group = s.expert_group * max(1, model.expert_bytes)
+    slots = max(1, s.s_expert // group)
+    for n in sorted({slots - 2, slots - 1, slots + 1, slots + 2, slots // 2, slots * 3 // 2}):
+        changes.append({"s_expert": n * group})
+    changes += [{"kv_slots": s.kv_slots + k} for k in (-1, 1)]
+    changes += [{"kv_slots": s.kv_slots + 1, "b_a": -(-s.b_a * s.kv_slots // (s.kv_slots + 1))}]
+    changes += [{"dense_slots": 3 - s.dense_slots}] if s.dense_slots < 3 else []
+    changes += [{"b_e": s.b_e * 2}, {"b_e": s.b_e // 2}]
+    changes += [{"expert_group": s.expert_group * 2}, {"expert_group": s.expert_group // 2}]
+    return changes
 
 
 def sensible(model: ModelSpec, s: Strategies, fixed: Mapping[str, Any]) -> Strategies:
