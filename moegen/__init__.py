@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.bounds import bound_s, critical_path_s
     from moegen.sim.cost import CostModel
     from moegen.sim.engine import simulate
+    from moegen.sim.sweep import sweep
     from moegen.timeline import Timeline
 
     __version__: str
@@ -63,6 +64,7 @@ __all__ = [
     "memory",
     "plot",
     "simulate",
+    "sweep",
 ]
 
 # The extra `run` brings these; without it everything but running works.
@@ -95,6 +97,7 @@ _HOME = {
     "critical_path_s": "moegen.sim.bounds",
     "memory": "moegen.graph.memory",
     "simulate": "moegen.sim.engine",
+    "sweep": "moegen.sim.sweep",
 }
 
 
