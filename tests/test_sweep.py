@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import joblib
 import numpy as np
 import pandas as pd
 import pytest
+from fake_plan import Calls
 
 import moegen as mg
 from moegen.sim import sweep as module
@@ -18,47 +19,6 @@ from moegen.sim.sweep import RESULTS
 MODEL = mg.ModelSpec.from_pretrained("mixtral-8x7b")
 HW = mg.HardwareSpec.from_name("c2")
 WORK = mg.Workload.uniform(n=1000, prompt_len=512, gen_len=256)
-
-
-@dataclass
-class Calls:
-    """Plans that are a formula of what they were asked for, and a record of who asked."""
-
-    calls: list
-
-    def plan(self, model, hw, work, cost=None, **fixed):
-        self.calls.append((model, hw, work, cost, fixed))
-        B, omega = fixed.get("B", 100), fixed.get("omega", 0.5)
-        if B > 5000:
-            raise mg.Infeasible("does not fit host memory: 7 GiB too much", line="host")
-        rate = B * (1 - (omega - 0.6) ** 2) * hw.h2d_bytes_per_s / 25e9
-        decode = mg.Strategy(**{"B": B, "b_a": 10, "b_e": 8192, "omega": omega, **fixed})
-        time_s = work.gen_tokens / rate
-        return found(decode, rate, time_s)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a plan says of itself."""
-
-    prefill: mg.Strategy
-    decode: mg.Strategy
-    decode_tokens_per_s: float | None
-    prefill_tokens_per_s: float
-    throughput: float
-    time_s: float
-    prefill_s: float
-    decode_s: float
-    load_s: float
-    binds: dict
-    bound_share: dict
-
-
-def found(decode, rate, time_s):
-    binds = {"decode": "chain" if decode.omega > 0.6 else "resource h2d", "prefill": "lane GPU"}
-    share = {"decode": 0.9, "prefill": 0.8}
-    prefill = mg.Strategy(B=64, b_a=4, b_e=8192)
-    return Found(prefill, decode, rate, 2e3, rate, time_s, 1.0, time_s - 1, 0.5, binds, share)
 
 
 @pytest.fixture
