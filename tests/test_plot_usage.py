@@ -254,5 +254,5 @@ def test_bytes_are_shown_in_gigabytes_and_prefill_has_its_own_limits():
     ax = mg.plot.throughput(df, x="h2d_bytes_per_s", y="prefill_tokens_per_s")
     assert ax.get_xlabel() == "link, host to GPU (GB/s)"
     assert ax.xaxis.get_major_formatter()(30e9, 0) == "30"
-    assert "best: 1,900 tokens/s at h2d_bytes_per_s = 50 GB/s" in texts(ax)
+    assert "best: 1,900 tokens/s at link = 50 GB/s" in texts(ax)
     assert "GPU binds" in texts(ax)

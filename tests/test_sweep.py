@@ -57,7 +57,7 @@ def test_a_row_has_what_was_predicted_and_chosen(calls):
 
 def test_machines_and_workloads_change_in_what_is_swept_alone(calls):
     quiet(MODEL, HW, WORK, h2d_bytes_per_s=np.array([25e9, 50e9]), prompt_len=[64], n=[7])
-    assert [c[1] for c in calls] == [HW, HW.with_(h2d_bytes_per_s=50e9)]
+    assert [c[1] for c in calls] == [HW.with_(h2d_bytes_per_s=rate) for rate in (25e9, 50e9)]
     assert {c[2].groups for c in calls} == {((64, 256, 7),)}
     assert all(c[-1] == {} for c in calls)
 

@@ -34,7 +34,12 @@ _NAMES = {
     "prompt_len": "tokens of a prompt",
     "gen_len": "tokens of an answer",
 }
-_SYMBOLS = {"omega": "ω"}
+_SYMBOLS = {
+    "omega": "ω",
+    "h2d_bytes_per_s": "link",
+    "host_memory_bytes": "host memory",
+    "gpu_memory_bytes": "GPU memory",
+}
 _SIZES = {"s_expert", "s_params"}
 
 

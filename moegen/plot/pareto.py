@@ -113,7 +113,15 @@ def pareto(
     dress(ax.yaxis, y)
     ax.grid(linewidth=0.4, alpha=0.5)
     bare(ax, "top", "right")
-    ax.legend(loc="lower right", fontsize=8.5, frameon=False)
+    ax.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=2,
+        fontsize=8.5,
+        frameon=False,
+        borderaxespad=0.2,
+        columnspacing=1.2,
+    )
     return ax
 
 

@@ -45,6 +45,14 @@ LANE_WORDS = {
     Lane.KV: "KV to GPU and back",
     Lane.ACT: "small transfers",
 }
+# Those of the ops that a lane is busy with most.
+LANE_COLOURS = {
+    Lane.GPU: "#f16913",
+    Lane.CPU: "#08519c",
+    Lane.BULK: "#d9b300",
+    Lane.KV: "#41ab5d",
+    Lane.ACT: "#9e9ac8",
+}
 FAINT = "#e9e9e9"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 

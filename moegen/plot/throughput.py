@@ -187,7 +187,8 @@ def _point_out_best(ax: Axes, df: pd.DataFrame, x: str, y: str, what: str) -> No
     xs, ys = np.asarray(df[x], dtype=float), np.asarray(df[y], dtype=float)
     best = int(ys.argmin() if lowest else ys.argmax())
     at, value = float(xs[best]), float(ys[best])
-    unit = " tokens/s" if y.endswith("tokens_per_s") else " s" if lowest else ""
+    of_tokens = y.endswith("tokens_per_s") or y == "throughput"
+    unit = " tokens/s" if of_tokens else " s" if lowest else ""
     left, right = ax.get_xlim()
     share = (at - left) / (right - left)
     ax.plot(at, value, "*", color="#c0392b", mec="white", mew=0.8, ms=17, zorder=4)

@@ -6,9 +6,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from moegen.errors import InvalidInput
-from moegen.graph.task import Lane, Work
+from moegen.graph.task import Work
 from moegen.parts import PARTS
-from moegen.plot.style import LANE_WORDS, bare, ink, letters, op_colours
+from moegen.plot.style import LANE_COLOURS, LANE_WORDS, bare, ink, letters, op_colours
 from moegen.timeline import SOURCES, Timeline
 from moegen.units import format_seconds
 
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
     from moegen.sim.cost import CostModel
 
-_LANE_COLOURS = {
-    Lane.GPU: "#f16913",
-    Lane.CPU: "#08519c",
-    Lane.BULK: "#d9b300",
-    Lane.KV: "#41ab5d",
-    Lane.ACT: "#9e9ac8",
-}
 _RESOURCE_COLOUR = "#7f8c8d"
 # The resources that bytes are drawn from; time on GPU and CPU is that of their lanes.
 _RESOURCES = {
@@ -67,7 +60,7 @@ def utilization(
         names.append(f"{lane.value}: {LANE_WORDS[lane]}")
         shares.append(busy / span_s)
         notes.append(f", {moved / span_s / 1e9:.3g} GB/s" if moved else "")
-        colours.append(_LANE_COLOURS[lane])
+        colours.append(LANE_COLOURS[lane])
     rates = {} if cost is None else cost.capacities()
     for name, label in _RESOURCES.items():
         if name in rates:
