@@ -30,6 +30,7 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect")
 def test_sweeps_run(monkeypatch):
     import moegen as mg
     from moegen.sim import sweep
@@ -43,7 +44,7 @@ def test_sweeps_run(monkeypatch):
     }
     (code,) = README.code("py")
     exec(compile(code, "README.md", "exec"), names)
-    assert names["df"]["hw"].tolist() == ["c1", "c2", "c3"]
+    assert names["df"]["model"].tolist() == ["mixtral-8x7b", "mixtral-8x22b", "deepseek-v2"]
 
 
 @pytest.mark.parametrize("line", README.moegen)
