@@ -145,6 +145,15 @@ def test_what_is_neither_given_nor_swept_is_missed(calls):
         mg.sweep(MODEL, "c2", WORK, omega=[0])
 
 
+def test_a_point_that_a_plan_refuses_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise mg.InvalidInput("b_a is above B")
+
+    monkeypatch.setattr(module, "plan", refuse)
+    with pytest.raises(mg.InvalidInput, match=r"b_a is above B \(at b_a 9, hw c1\)"):
+        mg.sweep(MODEL, None, WORK, b_a=[9], hw="c1")
+
+
 def test_a_cost_model_goes_with_its_machine(calls):
     roofline, fast = mg.CostModel.roofline(HW), [25e9, 50e9]
     given = mg.CostModel.fixed({"x": 1.0})

@@ -286,7 +286,7 @@ def _set_axes(ax: Axes, drawing: _Layer, n_columns: int) -> None:
     ax.set_yticks(range(len(drawing.rows)), names, fontsize=8)
     ax.set_xticks([])
     ax.set_xlim(-0.6, n_columns + 0.05)
-    ax.set_ylim(len(drawing.rows) - 0.2, -0.5)
+    ax.set_ylim(len(drawing.rows) - 0.12, -0.5)
     ax.tick_params(length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)

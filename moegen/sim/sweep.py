@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moegen.errors import Infeasible
+from moegen.errors import Infeasible, InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.workload import Workload
@@ -130,6 +130,9 @@ def _evaluate(point: Point) -> dict[str, Any]:
         found = plan(point.model, point.hw, point.work, point.cost, **point.fixed)
     except Infeasible as error:
         return row | {"error": str(error)}
+    except InvalidInput as error:
+        at = ", ".join(f"{name} {value}" for name, value in point.shown.items())
+        raise InvalidInput(f"{error} (at {at})") from error
     known = {name: getattr(found, name) for name in RESULTS}
     known |= found.decode.to_dict()
     for prefix, phase in (("", "decode"), ("prefill_", "prefill")):
