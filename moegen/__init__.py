@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
 
     from moegen import plot
     from moegen.comparison import compare
+    from moegen.economics import tokens_per_joule, tokens_per_usd
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
     from moegen.exec.engine import Engine
     from moegen.graph.build import build
@@ -65,6 +66,8 @@ __all__ = [
     "plot",
     "simulate",
     "sweep",
+    "tokens_per_joule",
+    "tokens_per_usd",
 ]
 
 # The extra `run` brings these; without it everything but running works.
@@ -98,6 +101,8 @@ _HOME = {
     "memory": "moegen.graph.memory",
     "simulate": "moegen.sim.engine",
     "sweep": "moegen.sim.sweep",
+    "tokens_per_joule": "moegen.economics",
+    "tokens_per_usd": "moegen.economics",
 }
 
 

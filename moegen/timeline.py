@@ -246,6 +246,21 @@ class Timeline:
         frame = pd.DataFrame(rows, columns=["lane", "tasks", "busy_s", "idle_s", "share"])
         return frame.set_index("lane")
 
+    def provenance_shares(self) -> dict[str, float]:
+        """How far to trust the durations: the share of all tasks' time by where it comes from.
+
+        Returns
+        -------
+        dict of str to float
+            By provenance, the largest first; the shares add up to 1. Empty if no task takes time.
+        """
+        seconds: dict[str, float] = {}
+        for provenance, lasted in zip(self.provenance, self.end_s - self.start_s, strict=True):
+            seconds[provenance] = seconds.get(provenance, 0.0) + float(lasted)
+        total = sum(seconds.values())
+        largest = sorted(seconds.items(), key=lambda item: -item[1])
+        return {provenance: s / total for provenance, s in largest if s > 0}
+
     def busy_s(self, members: Sequence[int]) -> float:
         """Seconds in which any of a lane's tasks ran; ``members`` in the order of ``by_lane``."""
         return sum(end - begin for begin, end in self.spans_s(members))

@@ -55,6 +55,15 @@ def test_a_bulk_copy_takes_its_latency_and_its_bytes(hw):
     assert cost.provenance == "roofline"
 
 
+def test_a_small_copy_takes_its_floor(hw):
+    floor = hw.with_(copy_floor_s=7.0)
+    for nbytes, seconds in ((1, 7.0), (50, 7.0), (51, 7.1), (100, 12.0)):
+        assert estimate(floor, "copy_dense", "BULK", h2d_bytes=nbytes).seconds == seconds
+    assert estimate(floor, "copy_expert", "BULK", h2d_bytes=20, launches=3).seconds == 21.0
+    # Kernels that read host memory are no copies.
+    assert estimate(floor, "fetch_kv", "KV", h2d_bytes=1).seconds == 0.7
+
+
 def test_zero_copy_kernels_are_held_by_their_own_rate_and_by_the_link(hw):
     assert estimate(hw, "fetch_kv", "KV", h2d_bytes=100).seconds == 0.5 + 20.0
     assert estimate(hw, "send_qkv", "ACT", d2h_bytes=100).seconds == 0.5 + 20.0
@@ -80,6 +89,35 @@ def test_every_demand_has_a_capacity_and_the_link_gives_less_both_ways(hw):
     assert (both["h2d"], both["d2h"]) == (6.0, 6.0)
     unlimited = CostModel.roofline(hw.with_(duplex_bytes_per_s=None))
     assert unlimited.capacities({"h2d", "d2h"})["h2d"] == 10.0
+
+
+def test_each_direction_may_have_its_own_limit_while_both_are_in_use(hw):
+    cost = CostModel.roofline(hw.with_(duplex_d2h_bytes_per_s=3.0))
+    assert (cost.capacities()["h2d"], cost.capacities()["d2h"]) == (10.0, 8.0)
+    both = cost.capacities({"h2d", "d2h"})
+    assert (both["h2d"], both["d2h"]) == (6.0, 3.0)
+    down = CostModel.roofline(hw.with_(duplex_bytes_per_s=None, duplex_d2h_bytes_per_s=3.0))
+    both = down.capacities({"h2d", "d2h"})
+    assert (both["h2d"], both["d2h"]) == (10.0, 3.0)
+
+
+def test_durations_that_are_given_have_duplex_limits_too():
+    graph = TaskGraph((task("up", "BULK"), task("down", "KV")), ())
+    given = {"up": 6, "down": 6}
+    demands = {"up": {"h2d": 60}, "down": {"d2h": 60}}
+    full = {"h2d": 10, "d2h": 10}
+    for duplex, ends in (
+        (None, (6, 6)),
+        (5, (12, 12)),
+        # Down draws 2 a second until up ends at 7.5, then 10: 15 + 45 bytes.
+        ({"h2d": 8, "d2h": 2}, (7.5, 12.0)),
+        ({"d2h": 2}, (6, 10.8)),
+    ):
+        cost = CostModel.fixed(given, demands=demands, capacities=full, duplex=duplex)
+        assert simulate(graph, cost).end_s.tolist() == pytest.approx(ends)
+    for bad, says in (({"link": 3}, "duplex limits h2d and d2h"), ({"d2h": 0}, "duplex of d2h")):
+        with pytest.raises(InvalidInput, match=says):
+            CostModel.fixed(given, duplex=bad)
 
 
 def test_loads_never_exceed_what_there_is(hw):

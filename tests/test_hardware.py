@@ -123,6 +123,22 @@ def test_with_refuses_a_curve_that_falls(curve):
         HardwareSpec.from_name("c2").with_(gpu_efficiency=curve)
 
 
+LINK = (
+    "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
+    "zero_copy_bytes_per_s",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LINK)
+def test_no_rate_is_above_the_links_peak(key):
+    hw = HardwareSpec.from_name("c2").with_(link_peak_bytes_per_s=32e9)
+    with pytest.raises(InvalidInput, match=rf"{key} 33\.0 GB/s is above the link's peak"):
+        dataclasses.replace(hw, **{key: 33e9})
+    with pytest.raises(InvalidInput, match=rf"{key} 33\.0 GB/s is above"):
+        hw.with_(**{key: 33e9}, link_peak_bytes_per_s=32e9)
+    assert getattr(hw.with_(**{key: 33e9}), key) == 33e9  # another link
+
+
 def test_with_refuses_an_unknown_key():
     with pytest.raises(InvalidInput, match="unknown hardware key pcie; known are name, gpu_name"):
         HardwareSpec.from_name("c2").with_(pcie=4)
@@ -152,6 +168,10 @@ def test_dict_round_trip():
         hw = HardwareSpec.from_name(name)
         again = HardwareSpec.from_dict(json.loads(json.dumps(hw.to_dict())))
         assert again == hw and again.source == hw.source and hash(again) == hash(hw)
+    data = HardwareSpec.from_name("c2").to_dict()
+    assert HardwareSpec.from_dict({k: v for k, v in data.items() if k != "price_usd"}) is not None
+    with pytest.raises(InvalidInput, match="hardware key launch_s is missing"):
+        HardwareSpec.from_dict({k: v for k, v in data.items() if k != "launch_s"})
 
 
 def machine(tmp_path, *, cgroup: str = "", files: dict[str, str] | None = None):
@@ -228,7 +248,10 @@ def false_nvml(*names: str) -> types.SimpleNamespace:
     [
         ("NVIDIA H100 80GB HBM3", 989e12, "class H100"),
         ("NVIDIA A100-SXM4-80GB", 312e12, "class A100"),
-        ("NVIDIA Mystery 1", 111e12, "this GPU is not in the table"),
+        ("NVIDIA H100 PCIe", 756e12, "class H100 PCIe"),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12, "class RTX 6000 Ada"),
+        ("NVIDIA L40S", 362e12, "class L40S"),
+        ("NVIDIA Mystery 1", 111.1e12, "this GPU is not in the table"),
     ],
 )
 def test_detect_with_a_gpu(tmp_path, monkeypatch, name, flops, source):

@@ -44,7 +44,8 @@ def test_sweeps_run(monkeypatch):
     }
     (code,) = README.code("py")
     exec(compile(code, "README.md", "exec"), names)
-    assert names["df"]["model"].tolist() == ["mixtral-8x7b", "mixtral-8x22b", "deepseek-v2"]
+    assert names["df"]["hw"].tolist() == ["workstation-5090", "server-l40s", "server-h100"]
+    assert names["df"]["tokens_per_usd"].notna().all()
 
 
 @pytest.mark.parametrize("line", README.moegen)
@@ -164,4 +165,13 @@ def test_machines_named_are_in_the_catalogue():
     from moegen.graph import hardware
 
     (said,) = re.findall(r"Machines in the catalogue: (.*?)\. ", README.prose)
-    assert set(re.findall(r"\b(?:c\d|h\d+)\b", said)) == set(hardware.catalogue())
+    names = re.findall(r"\b(?:c\d|h\d+|(?:server|workstation)-[\w-]+)", said)
+    assert sorted(names) == hardware.catalogue()
+
+
+@pytest.mark.parametrize("kind", ["gpu", "cpu", "memory", "link"])
+def test_parts_named_are_in_the_catalogue(kind):
+    from moegen.graph.hardware_parts import parts
+
+    row = re.search(rf"^\| {kind} \| (?:.*: )?(.*) \|$", README.prose, re.MULTILINE | re.IGNORECASE)
+    assert row is not None and row[1].split(", ") == parts(kind)

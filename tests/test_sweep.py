@@ -55,6 +55,23 @@ def test_a_row_has_what_was_predicted_and_chosen(calls):
     assert (row["price_usd"], row["power_w"], row["error"]) == (4800, 380, "")
 
 
+def test_what_tokens_cost_is_that_of_the_whole_job(calls):
+    df = mg.sweep(MODEL, HW, WORK, omega=[0.1, 0.6], B=[100, 9000])
+    for name in ("tokens_per_usd", "tokens_per_joule"):
+        expected = getattr(mg, name)(df["throughput"], HW)
+        pd.testing.assert_series_equal(df[name], expected, check_names=False)
+        assert df[name].notna().tolist() == [True, False, True, False]
+    unknown = HW.with_(price_usd=None)
+    (row,) = mg.sweep(MODEL, unknown, WORK, omega=0.6).to_dict("records")
+    assert math.isnan(row["tokens_per_usd"]) and row["tokens_per_joule"] > 0
+    rented = unknown.with_(rental_usd_per_hour=2.0)
+    df = mg.sweep(MODEL, rented, WORK, omega=0.6)
+    assert df["tokens_per_usd"][0] == pytest.approx(3600 * df["throughput"][0] / 2)
+    assert "rented" in df.attrs["notes"][0]
+    both = quiet(MODEL, None, WORK, hw=[HW, rented])
+    assert both["tokens_per_usd"].isna().tolist() == [False, True]  # not two prices in a column
+
+
 def test_machines_and_workloads_change_in_what_is_swept_alone(calls):
     quiet(MODEL, HW, WORK, h2d_bytes_per_s=np.array([25e9, 50e9]), prompt_len=[64], n=[7])
     assert [c[1] for c in calls] == [HW.with_(h2d_bytes_per_s=rate) for rate in (25e9, 50e9)]

@@ -14,6 +14,7 @@ import moegen as mg
 from moegen import jobs
 from moegen.errors import InvalidInput
 from moegen.graph import hardware
+from moegen.graph.hardware_parts import parts
 from moegen.units import parse_bytes
 
 
@@ -38,7 +39,8 @@ Hw = Annotated[
     typer.Option(
         "--hw",
         metavar="NAME|FILE",
-        help=f"Machine: {', '.join(hardware.catalogue())}, a YAML file of yours, or {HERE} for "
+        help=f"Machine: {', '.join(hardware.catalogue())}; or its parts, such as "
+        f"rtx-4090+epyc-9354+384GB; or a YAML file of yours; or {HERE} for "
         "this one: what it says of itself, and rates assumed from that.",
     ),
 ]
@@ -97,11 +99,15 @@ def machine(name: str) -> mg.HardwareSpec:
         return mg.HardwareSpec.detect()
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         return mg.HardwareSpec.from_yaml(name)
+    if "+" in name or name.lower() in parts("gpu"):
+        with naming("--hw"):
+            return mg.HardwareSpec.from_name(name)
     if name.lower() not in hardware.catalogue():
         known = ", ".join([*hardware.catalogue(), HERE])
         raise InvalidInput(
-            f"--hw: {name!r} is no file, and none of {known}. For a "
-            f"machine of your own give --hw FILE.yaml: a copy of {hardware.CATALOGUE / 'c2.yaml'} "
+            f"--hw: {name!r} is no file, and none of {known}. For a machine of your own give its "
+            f"parts, such as --hw rtx-4090+epyc-9354+384GB, or --hw FILE.yaml: a copy of "
+            f"{hardware.CATALOGUE / 'c2.yaml'} "
             "with its numbers"
         )
     return mg.HardwareSpec.from_name(name)

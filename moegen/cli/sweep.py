@@ -139,8 +139,9 @@ def sweep(
 ) -> None:
     """Plan a job for every combination of values, to see what a knob or another part is worth.
 
-    Prints for each point tokens a second of both phases, the time of the whole job, what limits
-    a decode step, and the share of the bound that it reaches. What is not swept is chosen anew
+    Prints for each point tokens a second of both phases, the time of the whole job, generated
+    tokens for a US dollar where the machine's price is known, the share of the bound that a
+    decode step reaches, and what limits it. What is not swept is chosen anew
     at each point, as moegen plan does it. A point that does not fit stays, and says why.
 
     Exits with 3 if no point fits.
@@ -271,7 +272,7 @@ def _plain(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _table(frame: pd.DataFrame, swept: list[str]) -> Iterator[str]:
     """A line a point, and the best of them."""
-    heads = [*swept, "decode tok/s", "prefill tok/s", "job", "bound", "limit of a decode step"]
+    heads = [*swept, "decode tok/s", "prefill tok/s", "job", "tok/USD", "bound", "limit of decode"]
     lines = [[_shown(name, row[name]) for name in swept] + _found(row) for row in _plain(frame)]
     widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
     for line in (heads, *lines):
@@ -285,12 +286,13 @@ def _table(frame: pd.DataFrame, swept: list[str]) -> Iterator[str]:
 
 def _found(row: dict[str, Any]) -> list[str]:
     if row["error"]:
-        return ["-", "-", "-", "-", row["error"].partition(";")[0]]
+        return [*"-----", row["error"].partition(";")[0]]
     rates = [row["decode_tokens_per_s"], row["prefill_tokens_per_s"]]
     share, binds = row["bound_share"], row["binds"]
     return [
         *("-" if rate is None else f"{rate:,.1f}" for rate in rates),
         format_seconds(row["time_s"]),
+        "-" if row["tokens_per_usd"] is None else f"{row['tokens_per_usd']:,.0f}",
         "-" if share is None else f"{share:.0%}",
         "-" if binds is None else PARTS[binds].short,
     ]

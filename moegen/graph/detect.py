@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.hardware_parts import by_driver_name, part
 from moegen.graph.host_memory import total_bytes
 from moegen.units import MIB
 
@@ -16,21 +17,8 @@ from moegen.units import MIB
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 # Measured against nominal on one PCIe 5.0 machine: 55.0 of 63.0 GB/s.
 _LINK_SHARE = 0.87
-# Classes of GPU by a word in the NVML name: dense bf16 FLOP/s and bytes/s of memory.
-_GPU_CLASSES = {
-    "B200": (2.25e15, 8.0e12),
-    "H200": (989e12, 4.8e12),
-    "H100": (989e12, 3.35e12),
-    "A100": (312e12, 2.0e12),
-    "L40S": (362e12, 864e9),
-    "L4": (121e12, 300e9),
-    "4090": (165e12, 1008e9),
-    "3090": (71e12, 936e9),
-    "A6000": (154.8e12, 768e9),
-    "A5000": (111e12, 768e9),
-    "A10": (125e12, 600e9),
-}
-_GPU_DEFAULT = (111e12, 768e9)
+# What a GPU that the catalogue does not have is taken for.
+_UNKNOWN_GPU = "rtx-a5000"
 
 
 def detect(root: str | Path = "/") -> HardwareSpec:
@@ -57,7 +45,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         "gpu_efficiency": ((1, 0.004), (64, 0.1), (256, 0.45), (1024, 0.68), (4096, 0.74)),
         "launch_s": 1e-5,
         "duplex_bytes_per_s": None,
-        "copy_latency_s": 2.3e-5,
+        "copy_latency_s": 1.4e-5,
         "cpu_flops": n_cores * 50e9,
         "cpu_attn_flops": n_cores * 25e9,
         "host_bytes_per_s": min(n_cores * 6e9, 150e9),
@@ -71,7 +59,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         "gpu_efficiency": "assumed: the shape measured on one H200 machine",
         "launch_s": "assumed: 10 us a kernel",
         "duplex_bytes_per_s": "assumed: directions do not slow each other",
-        "copy_latency_s": "assumed: 23 us, measured on one H200 machine",
+        "copy_latency_s": "assumed: 14 us, measured on one H200 machine",
         "cpu_flops": "assumed: 50 GFLOP/s a core",
         "cpu_attn_flops": "assumed: 25 GFLOP/s a core",
         "host_bytes_per_s": "assumed: 6 GB/s a core, at most 150 GB/s",
@@ -122,16 +110,18 @@ def _gpu() -> tuple[dict[str, Any], dict[str, str]] | str:
         return f"no GPU seen (NVML: {e})"
     finally:
         nvml.nvmlShutdown()
-    known = next((word for word in _GPU_CLASSES if word in name.replace("-", " ").split()), None)
-    flops, bandwidth = _GPU_CLASSES[known] if known else _GPU_DEFAULT
-    of_class = f"assumed: data sheet of class {known or 'A5000, this GPU is not in the table'}"
+    known = by_driver_name(name)
+    like = known or part("gpu", _UNKNOWN_GPU)
+    of_class = "assumed: data sheet of class " + (
+        known.values["nvml"] if known else "A5000, this GPU is not in the table"
+    )
     link = _LANE_BYTES_PER_S.get(generation, _LANE_BYTES_PER_S[4]) * width * _LINK_SHARE
     of_link = f"assumed: {_LINK_SHARE:.0%} of PCIe {generation}.0 x{width} as NVML reports it"
     return {
         "gpu_name": name,
         "gpu_memory_bytes": memory,
-        "gpu_flops": flops,
-        "gpu_bytes_per_s": bandwidth,
+        "gpu_flops": like.values["gpu_flops"],
+        "gpu_bytes_per_s": like.values["gpu_bytes_per_s"],
         "h2d_bytes_per_s": link,
         "d2h_bytes_per_s": link,
         "zero_copy_bytes_per_s": link * 0.9,

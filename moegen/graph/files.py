@@ -59,6 +59,19 @@ def write_json(path: str | Path, data: Any, what: str, **options: Any) -> None:
         text = json.dumps(data, allow_nan=False, **options)
     except (TypeError, ValueError, RecursionError) as e:
         raise InvalidInput(f"cannot write {what}: it holds what is not JSON: {e}") from e
+    write_text(path, text, what)
+
+
+def write_text(path: str | Path, text: str, what: str) -> None:
+    """Write ``text`` to ``path``, which holds all of it afterwards or is as it was.
+
+    Raises
+    ------
+    InvalidInput
+        If no file may be at ``path``.
+    MachineError
+        If the machine cannot write it, as where the disk is full.
+    """
     try:
         _write(Path(path), text)
     except OSError as e:

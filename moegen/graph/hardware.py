@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moegen.errors import InvalidInput
-from moegen.units import MIB, format_bytes, format_seconds
+from moegen.graph import hardware_parts, hardware_text
+from moegen.graph.hardware_files import read_yaml, with_sources
+from moegen.units import MIB
 
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
-    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "gpu_workspace_bytes", "price_usd",
-    "power_w",
+    "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
+    "link_peak_bytes_per_s", "copy_floor_s", "gpu_workspace_bytes", "price_usd", "power_w",
+    "rental_usd_per_hour",
 }  # fmt: skip
+_OF_THE_LINK = (
+    "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
+    "zero_copy_bytes_per_s",
+)  # fmt: skip
 _TEXT = {"name", "gpu_name", "cpu_name"}
 
 
@@ -46,10 +50,13 @@ class HardwareSpec:
         Least time of a kernel.
     h2d_bytes_per_s, d2h_bytes_per_s : float
         Link, one direction at a time, large pinned copies.
-    duplex_bytes_per_s : float or None
-        Each direction while both run; None where that makes no difference.
+    duplex_bytes_per_s, duplex_d2h_bytes_per_s : float or None
+        Link while both directions run: the first is the limit of each, unless the second gives
+        the way from the GPU its own. None where that makes no difference.
     copy_latency_s : float
-        Least time of a copy.
+        What a copy takes beside its bytes over the link.
+    copy_floor_s : float or None
+        Least time of a copy, where it is more than the latency.
     zero_copy_bytes_per_s : float
         A kernel that reads or writes pinned host memory.
     cpu_flops : float
@@ -67,8 +74,13 @@ class HardwareSpec:
     gpu_workspace_bytes : float or None
         What torch gives the matrix libraries to work in; None where threads of the CPU stand in
         for a GPU, and nothing but what is asked for is taken.
+    link_peak_bytes_per_s : float or None
+        What one direction of the link could carry at most, by its data sheet. No rate of the
+        link may be above it; None where it is not known.
     price_usd, power_w : float or None
         Of the whole machine, where known.
+    rental_usd_per_hour : float or None
+        What a cloud asks for it, where known.
     source : dict
         Where the value of each field comes from, in words that begin with a kind: "measured",
         "data sheet", "implied by the paper", "assumed" and so on.
@@ -98,67 +110,119 @@ class HardwareSpec:
     gpu_workspace_bytes: float | None = 32.0 * MIB  # on a Hopper GPU; others get less
     price_usd: float | None = None
     power_w: float | None = None
+    rental_usd_per_hour: float | None = None
+    link_peak_bytes_per_s: float | None = None
+    duplex_d2h_bytes_per_s: float | None = None
+    copy_floor_s: float | None = None
     source: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for key in field_names():
-            value = getattr(self, key)
-            if key in _TEXT:
-                if not isinstance(value, str) or not value:
-                    raise InvalidInput(f"{key} must be a name, got {value!r}")
-            elif key == "gpu_efficiency":
-                object.__setattr__(self, key, _curve(value))
-            elif not (value is None and key in _OPTIONAL):
-                object.__setattr__(self, key, _positive(key, value))
+            object.__setattr__(self, key, _checked(key, getattr(self, key)))
+        peak = self.link_peak_bytes_per_s
+        for key in _OF_THE_LINK:
+            rate = getattr(self, key)
+            if peak is not None and rate is not None and rate > peak:
+                shown, most, over = map(hardware_text.rate, (rate, peak, rate - peak))
+                raise InvalidInput(
+                    f"{key} {shown} is above the link's peak, link_peak_bytes_per_s {most}, by "
+                    f"{over}: nothing crosses a link faster. For another link give its peak too"
+                )
 
     @classmethod
     def from_name(cls, name: str) -> HardwareSpec:
-        """A machine of the catalogue: c1, c2, c3 (the paper's testbeds), h200.
+        """A machine of the catalogue, or one by its parts: "rtx-4090+epyc-9354+384GB".
+
+        c1, c2 and c3 are the paper's testbeds and h200 was measured; the others are put together
+        from parts (:meth:`compose`).
 
         Raises
         ------
         InvalidInput
-            If the catalogue has no such machine.
+            If the catalogue has no such machine or part.
         """
-        path = CATALOGUE / f"{str(name).lower()}.yaml"
-        if str(name).lower() not in catalogue():
+        name = str(name)
+        if "+" in name:
+            return cls.compose(**hardware_parts.split(name))
+        if name.lower() in hardware_parts.parts("gpu"):
+            raise InvalidInput(
+                f"{name!r} is a GPU, and a machine has a CPU and host memory too: write for "
+                f"example {name.lower()}+epyc-9354+384GB"
+            )
+        if name.lower() not in catalogue():
             raise InvalidInput(
                 f"{name!r} is no machine of the catalogue: it has {', '.join(catalogue())}; "
+                f"parts of it go together as GPU+CPU+MEMORY, such as rtx-4090+epyc-9354+384GB; "
                 f"a file of your own goes to HardwareSpec.from_yaml"
             )
-        return cls.from_yaml(path)
+        return cls.from_yaml(CATALOGUE / f"{name.lower()}.yaml")
+
+    @classmethod
+    def compose(
+        cls, gpu: str, cpu: str, memory: str, link: str | None = None, **given: Any
+    ) -> HardwareSpec:
+        """A machine put together from parts of the catalogue.
+
+        Parameters
+        ----------
+        gpu, cpu : str
+            Such as "rtx-4090" and "epyc-9354"; :func:`~moegen.graph.hardware_parts.parts` lists
+            them.
+        memory : str
+            Its size, and its kind and channels if they are not the fastest and the most that the
+            CPU takes: "384GB", "384GB ddr5-4800 x12".
+        link : str, optional
+            Such as "pcie4-x16"; the fastest that both GPU and CPU have, unless given.
+        **given
+            Fields known better than the parts say, ``name`` too. What follows from them does:
+            ``h2d_bytes_per_s`` for instance makes ``d2h_bytes_per_s``, unless that is given.
+
+        Raises
+        ------
+        InvalidInput
+            If a part is not in the catalogue, parts do not go together, or a field is wrong.
+
+        Examples
+        --------
+        >>> hw = HardwareSpec.compose("rtx-4090", "epyc-9354", "384GB")
+        >>> print(f"{hw.h2d_bytes_per_s / 1e9:.0f} GB/s: {hw.kind('h2d_bytes_per_s')}")
+        25 GB/s: assumed
+        """
+        chosen = {"gpu": gpu, "cpu": cpu, "memory": memory, "link": link}
+        return cls._of_parts(chosen, given, dict.fromkeys(given, "set by the caller"))
+
+    @classmethod
+    def _of_parts(
+        cls, parts: Any, given: dict[str, Any], given_source: dict[str, str]
+    ) -> HardwareSpec:
+        keys = {"gpu", "cpu", "memory", "link"}
+        if not isinstance(parts, dict) or not {"gpu", "cpu", "memory"} <= parts.keys() <= keys:
+            raise InvalidInput(f"parts must name gpu, cpu, memory, and if need be link: {parts!r}")
+        _check_keys(given, set())
+        checked = {key: _checked(key, value) for key, value in given.items()}
+        values, source = hardware_parts.compose(**parts, given=checked)
+        return cls(**values, source=source | given_source)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> HardwareSpec:
         """From a file of ``field: {value: ..., source: ...}``, or ``field: value``, in SI units.
+
+        With ``parts: {gpu: ..., cpu: ..., memory: ..., link: ...}``, as :meth:`compose` takes
+        them, only what is known better than the parts say need be there.
 
         Raises
         ------
         InvalidInput
             If the file cannot be read, or a key is unknown, missing or out of range.
         """
+        data = read_yaml(path)
+        stated = f"stated in {Path(path).name}"
+        parts = data.pop("parts", None)
+        values, source = with_sources(data, stated, path)
         try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except OSError as e:
-            raise InvalidInput(f"{path} cannot be read: {e.strerror or e}") from e
-        except (UnicodeDecodeError, yaml.YAMLError) as e:
-            raise InvalidInput(f"{path} cannot be read as YAML: {e}") from e
-        if not isinstance(data, dict):
-            raise InvalidInput(f"{path} must hold keys and values, got {type(data).__name__}")
-        values: dict[str, Any] = {}
-        source: dict[str, str] = {}
-        for key, entry in data.items():
-            if isinstance(entry, dict):
-                if "value" not in entry or entry.keys() - {"value", "source"}:
-                    raise InvalidInput(f"{path}: {key} must have the keys value and source")
-                values[key] = entry["value"]
-                source[key] = str(entry.get("source", f"stated in {Path(path).name}"))
-            else:
-                values[key] = entry
-                source[key] = f"stated in {Path(path).name}"
-        required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        try:
-            _check_keys(values, required)
+            if parts is not None:
+                return cls._of_parts(parts, values, source)
+            _check_keys(values, _required())
             return cls(**values, source=source)
         except InvalidInput as e:
             raise InvalidInput(f"{path}: {e}") from e
@@ -173,12 +237,17 @@ class HardwareSpec:
     def with_(self, **changes: Any) -> HardwareSpec:
         """A copy with some fields changed.
 
+        New rates of the link are another link's, whose peak is not known unless it is given:
+        ``link_peak_bytes_per_s`` then becomes None.
+
         Raises
         ------
         InvalidInput
             If a field is unknown, or its value is not a finite positive number.
         """
         _check_keys(changes, set())
+        if not changes.keys().isdisjoint(_OF_THE_LINK):
+            changes = {"link_peak_bytes_per_s": None} | changes
         source = self.source | {key: "set by the caller" for key in changes}
         return dataclasses.replace(self, **changes, source=source)
 
@@ -198,8 +267,14 @@ class HardwareSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HardwareSpec:
-        """The inverse of :meth:`to_dict`."""
-        _check_keys({k: v for k, v in data.items() if k != "source"}, set(field_names()))
+        """The inverse of :meth:`to_dict`; what may be left out of a YAML file may be here too.
+
+        Raises
+        ------
+        InvalidInput
+            If a key is unknown, missing or out of range.
+        """
+        _check_keys({k: v for k, v in data.items() if k != "source"}, _required())
         return cls(**data)
 
     def kind(self, field: str) -> str:
@@ -219,36 +294,19 @@ class HardwareSpec:
         """
         if field not in field_names():
             raise InvalidInput(f"no such field: {field!r}; fields are {', '.join(field_names())}")
-        text = self.source.get(field, "")
-        if not text:
-            return "no source"
-        return next((kind for start, kind in _KINDS.items() if text.startswith(start)), "stated")
+        return hardware_text.kind(self.source.get(field, ""))
 
     @property
     def rates(self) -> dict[str, str]:
         """What predictions rest on: each field that has a value, and what to call it."""
-        return {key: label for key, label, _ in self._shown() if key not in _NO_RATES}
+        return hardware_text.rates(self)
 
     def explain(self) -> str:
         """Each field's value with its source in full, a line each."""
-        lines = (
-            f"  {key:<22} {text(getattr(self, key)):>16}  {self.source.get(key, 'no source')}"
-            for key, _, text in self._shown()
-        )
-        return "\n".join([self._title(), *lines])
+        return hardware_text.explained(self)
 
     def __str__(self) -> str:
-        lines = (
-            f"  {label:<22} {text(getattr(self, key)):>16}  {self.kind(key)}"
-            for key, label, text in self._shown()
-        )
-        return "\n".join([self._title(), *lines, "  hw.explain() gives each source in full"])
-
-    def _title(self) -> str:
-        return f"HardwareSpec {self.name}: {self.gpu_name}; {self.cpu_name}"
-
-    def _shown(self) -> list[tuple[str, str, Callable[[Any], str]]]:
-        return [line for line in _LINES if getattr(self, line[0]) is not None]
+        return hardware_text.shown(self)
 
 
 def field_names() -> list[str]:
@@ -256,68 +314,14 @@ def field_names() -> list[str]:
     return [f.name for f in dataclasses.fields(HardwareSpec) if f.name != "source"]
 
 
+def _required() -> set[str]:
+    fields = dataclasses.fields(HardwareSpec)
+    return {f.name for f in fields if f.default is dataclasses.MISSING} - {"source"}
+
+
 def catalogue() -> list[str]:
     """Names of the machines that ship with moegen."""
     return sorted(p.stem for p in CATALOGUE.glob("*.yaml"))
-
-
-# How a source begins, and the kind that it is then.
-_KINDS = {
-    "measured": "measured",
-    "data sheet": "data sheet",
-    "implied by the paper": "implied by the paper",
-    "assumed": "assumed",
-    "MoE-Gen": "the paper",
-    "set by the caller": "set by the caller",
-    "NVML": "read from the system",
-    "/proc": "read from the system",
-    "cgroup": "read from the system",
-    "sysconf": "read from the system",
-    "host name": "read from the system",
-}
-
-
-def _rate(value: float) -> str:
-    return f"{value / 1e9:.1f} GB/s"
-
-
-def _teraflops(value: float) -> str:
-    return f"{value / 1e12:.4g} TFLOP/s"
-
-
-def _reached(curve: tuple[tuple[float, float], ...]) -> str:
-    (_, least), (_, most) = curve[0], curve[-1]
-    return f"{least:.1%} to {most:.0%}"
-
-
-# What no prediction rests on, or a plan alone.
-_NO_RATES = {
-    "gpu_memory_bytes", "host_memory_bytes", "gpu_workspace_bytes", "price_usd", "power_w",
-}  # fmt: skip
-# What print() shows: the field, what to call it, and its value for people.
-_LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("gpu_memory_bytes", "GPU memory", format_bytes),
-    ("host_memory_bytes", "host memory", format_bytes),
-    ("gpu_flops", "GPU products", _teraflops),
-    ("gpu_efficiency", "GPU efficiency", _reached),
-    ("gpu_bytes_per_s", "GPU memory rate", _rate),
-    ("launch_s", "least time of a kernel", format_seconds),
-    ("h2d_bytes_per_s", "link to the GPU", _rate),
-    ("d2h_bytes_per_s", "link from the GPU", _rate),
-    ("duplex_bytes_per_s", "link both ways at once", _rate),
-    ("copy_latency_s", "least time of a copy", format_seconds),
-    ("zero_copy_bytes_per_s", "kernels over the link", _rate),
-    ("cpu_flops", "CPU products", _teraflops),
-    ("host_bytes_per_s", "host memory rate", _rate),
-    ("cpu_attn_bytes_per_s", "CPU attention's KV", _rate),
-    ("cpu_attn_flops", "CPU attention's FLOPs", _teraflops),
-    ("task_s", "host code of a task", format_seconds),
-    ("cpu_call_s", "call of CPU attention", format_seconds),
-    ("gpu_call_s", "call on the GPU lane", format_seconds),
-    ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
-    ("price_usd", "price", "{:.0f} USD".format),
-    ("power_w", "power", "{:.0f} W".format),
-)
 
 
 def _check_keys(values: dict[str, Any], required: set[str]) -> None:
@@ -329,6 +333,17 @@ def _check_keys(values: dict[str, Any], required: set[str]) -> None:
     missing = [key for key in field_names() if key in required and key not in values]
     if missing:
         raise InvalidInput(f"hardware key {', '.join(missing)} is missing")
+
+
+def _checked(key: str, value: Any) -> Any:
+    """A field's value as it is kept."""
+    if key in _TEXT:
+        if not isinstance(value, str) or not value:
+            raise InvalidInput(f"{key} must be a name, got {value!r}")
+        return value
+    if key == "gpu_efficiency":
+        return _curve(value)
+    return None if value is None and key in _OPTIONAL else _positive(key, value)
 
 
 def _positive(key: str, value: Any) -> float:

@@ -7,17 +7,15 @@ The counts are checked against the real module trees in ``tests/test_model.py``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.hf_families import FAMILIES, Family
 from moegen.graph.hf_files import eos_ids
+from moegen.graph.hf_quant import Format, read_format
 from moegen.graph.layer import Attention, Layer, Matrix, Part
 from moegen.graph.model import ModelSpec
-
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Config:
@@ -83,35 +81,6 @@ class Config:
 _MOST_LAYERS, _MOST_EXPERTS = 10_000, 100_000
 
 
-@dataclass(frozen=True)
-class Format:
-    """How weights are stored: ``scheme`` applies to what is quantised, ``item`` to the rest."""
-
-    item: int
-    scheme: Literal["fp8", "mxfp4"] | None = None
-    block: tuple[int, int] | None = None
-
-    def plain(self, params: int) -> Part:
-        """Elements that are never quantised."""
-        return Part(params, params * self.item)
-
-    def linear(self, matrices: list[Matrix], biases: int = 0, *, expert: bool = False) -> Part:
-        """Matrices as (out, in), with ``biases`` unquantised elements beside them."""
-        params = sum(o * i for o, i in matrices)
-        rest = self.plain(biases)
-        if self.scheme == "fp8":
-            # A float32 scale for each block, or for each matrix.
-            block = self.block
-            blocks = sum(
-                1 if block is None else -(-o // block[0]) * -(-i // block[1]) for o, i in matrices
-            )
-            return Part(params, params, 4 * blocks) + rest
-        if self.scheme == "mxfp4" and expert:
-            # 4-bit elements, one scale byte for each 32 along the input.
-            return Part(params, sum(o * (i // 2 + -(-i // 32)) for o, i in matrices)) + rest
-        return self.plain(params) + rest
-
-
 def _mlp(hidden: int, width: int) -> list[Matrix]:
     return [(width, hidden), (width, hidden), (hidden, width)]
 
@@ -124,22 +93,16 @@ def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSp
         hf = json.loads(json.dumps(data, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as e:
         raise InvalidInput(f"{source}: the configuration is not JSON data: {e}") from e
-    model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        what = "key model_type is missing" if model_type is None else f"family {model_type!r}"
-        raise InvalidInput(
-            f"{source}: {what}{'' if model_type is None else ' is not supported'}; "
-            f"supported are {', '.join(FAMILIES)}"
-        )
+    model_type = _model_type(hf, source)
     family = FAMILIES[model_type]
     c = Config({**family.defaults, **hf}, source)
     _check_what_runs(c)
-    dtype, fmt = _format(c)
     hidden, vocab = c.integer("hidden_size"), c.integer("vocab_size")
     max_context = c.integer("max_position_embeddings")
     n_layers = c.integer("num_hidden_layers", at_most=_MOST_LAYERS)
     sparse = _sparse_layers(c, family, n_layers)
     windows = _windows(c, family, n_layers, max_context)
+    dtype, fmt = read_format(c.data, source, sparse)
     norm = fmt.plain(family.norm_vectors * hidden)
     tie = c.flag("tie_word_embeddings", False)
     embed = fmt.plain(vocab * hidden)
@@ -165,6 +128,25 @@ def parse_config(data: dict[str, Any], name: str | None, source: str) -> ModelSp
     )
 
 
+def _model_type(hf: dict[str, Any], source: str) -> str:
+    model_type = hf.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return model_type
+    if model_type is None:
+        what = "key model_type is missing"
+    else:
+        what = f"family {model_type!r} is not supported"
+    inner = hf.get("text_config")
+    text = inner.get("model_type") if isinstance(inner, dict) else None
+    hint = ""
+    if isinstance(text, str) and text in FAMILIES:
+        hint = (
+            f". Its language model is {text!r}, which is: give its text_config alone, and count "
+            f"what else the model has yourself"
+        )
+    raise InvalidInput(f"{source}: {what}; supported are {', '.join(FAMILIES)}{hint}")
+
+
 def _check_what_runs(c: Config) -> None:
     """Numbers that say nothing about sizes, and that a run reads from the configuration."""
     c.check_number("rms_norm_eps", at_least=0)
@@ -180,47 +162,25 @@ def _eos(c: Config) -> tuple[int, ...]:
         raise InvalidInput(f"{c.source}: {e}") from e
 
 
-def _format(c: Config) -> tuple[str, Format]:
-    # transformers 5 writes "dtype"; a configuration that names none is taken as bfloat16.
-    key = "dtype" if c.data.get("dtype") is not None else "torch_dtype"
-    dtype = str(c.data.get(key) or "bfloat16").removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise c.fail(key, f"one of {', '.join(ITEM_BYTES)}")
-    item, quant = ITEM_BYTES[dtype], c.data.get("quantization_config")
-    if not quant:
-        return dtype, Format(item)
-    method = quant.get("quant_method") if isinstance(quant, dict) else None
-    if method not in ("fp8", "mxfp4"):
-        raise InvalidInput(
-            f"{c.source}: weights quantised by {method!r} are not supported; "
-            f"supported are fp8, mxfp4 and unquantised weights"
-        )
-    block = quant.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)
-    ):
-        raise InvalidInput(f"{c.source}: weight_block_size must be two sizes, got {block!r}")
-    return dtype, Format(item, method, tuple(block) if block else None)
-
-
 def _layer(
     c: Config, family: Family, fmt: Format, hidden: int, sparse: bool, window: int | None
 ) -> Layer:
     attention = _attention(c, family, hidden, window)
     norms = 2 * family.norm_vectors * hidden + attention.norm_params
+    out_bias = hidden if attention.out_bias else 0
     moe, dense = {}, {}
     if sparse:
         moe = _experts(c, family, fmt, hidden)
     else:
         width = c.integer("intermediate_size")
-        dense = {"dense_mlp": fmt.linear(_mlp(hidden, width)), "dense_intermediate": width}
+        dense = {"dense_mlp": fmt.linear("dense", _mlp(hidden, width)), "dense_intermediate": width}
     kind: Literal["dense", "moe"] = "moe" if sparse else "dense"
     return Layer(
         name=kind + ("_window" if window else ""),
         mlp=kind,
         attention=attention,
-        pre=fmt.linear(attention.pre_matrices(hidden), attention.qkv_bias_params),
-        post=fmt.linear(attention.post_matrices(hidden), hidden if attention.out_bias else 0),
+        pre=fmt.linear("attention", attention.pre_matrices(hidden), attention.qkv_bias_params),
+        post=fmt.linear("attention", attention.post_matrices(hidden), out_bias),
         norm=fmt.plain(norms),
         kv_bytes_per_token=attention.kv_width * fmt.item,
         **moe,
@@ -230,7 +190,8 @@ def _layer(
 
 def _experts(c: Config, family: Family, fmt: Format, hidden: int) -> dict[str, Any]:
     n = c.integer("n_routed_experts", "num_local_experts", "num_experts", at_most=_MOST_EXPERTS)
-    top_k = c.integer("num_experts_per_tok")
+    # gpt-oss wrote the second name first.
+    top_k = c.integer("num_experts_per_tok", "experts_per_token")
     if top_k > n:
         raise c.fail("num_experts_per_tok", f"at most the number of experts, {n}")
     width = c.integer(family.expert_width)
@@ -239,13 +200,13 @@ def _experts(c: Config, family: Family, fmt: Format, hidden: int) -> dict[str, A
         shared_width = width * c.integer("n_shared_experts", at_least=0, default=0)
     elif family.shared == "gated":
         shared_width, gate = c.integer("shared_expert_intermediate_size"), hidden
-    shared = fmt.linear(_mlp(hidden, shared_width), gate) if shared_width else Part()
+    shared = fmt.linear("shared", _mlp(hidden, shared_width), gate) if shared_width else Part()
     bias = 2 * width + hidden if family.expert_bias else 0
     return {
         "router": fmt.plain(n * (hidden + family.router_bias)),
         "router_buffer_bytes": 4 * n if family.router_buffer else 0,
         "shared": shared,
-        "expert": fmt.linear(_mlp(hidden, width), bias, expert=True),
+        "expert": fmt.linear("experts", _mlp(hidden, width), bias),
         "n_experts": n,
         "top_k": top_k,
         "moe_intermediate": width,

@@ -1,11 +1,38 @@
-"""Names for the bars of a Gantt chart: the most telling one that its width has room for."""
+"""Names for the bars of a Gantt chart, the most telling ones that there is room for; captions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moegen.timeline import Timeline
+
+
+def provenance_caption(shares: Mapping[str, float]) -> str:
+    """Where predicted durations come from: ``"92% of task time measured, 8% roofline"``.
+
+    Parameters
+    ----------
+    shares : mapping of str to float
+        As `Timeline.provenance_shares` gives them.
+
+    Returns
+    -------
+    str
+        Empty if there are none.
+    """
+    parts = [f"{_percent(share)} {name}" for name, share in shares.items() if share > 0]
+    if not parts:
+        return ""
+    percent, name = parts[0].split(" ", 1)
+    return ", ".join([f"{percent} of task time {name}", *parts[1:]])
+
+
+def _percent(share: float) -> str:
+    """In whole percent, but never none of what there is, nor all of what is not all."""
+    if share < 0.005:
+        return "<1%"
+    return ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from moegen.graph.hardware import field_names as hardware_fields
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 from moegen.graph.workload import Workload
-from moegen.sim.cost import CostModel, Roofline
+from moegen.sim.cost import CostModel
+from moegen.sim.roofline import Roofline
 
 STRATEGY = tuple(f.name for f in dataclasses.fields(Strategy))
 WORK = ("n", "prompt_len", "gen_len")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moegen.economics import Basis, tokens_per_joule, tokens_per_usd
 from moegen.errors import Infeasible, InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
@@ -83,6 +84,9 @@ def sweep(
         - ``binds``, ``bound_share``: the part of :class:`moegen.sim.bounds.Bound` that limits a
           decode step, and the share of the bound that is reached; ``prefill_binds`` and
           ``prefill_bound_share`` likewise
+        - ``tokens_per_usd``, ``tokens_per_joule``: what ``throughput`` costs on a machine that is
+          bought, as :func:`moegen.tokens_per_usd` has it, or rented if no price is known of any;
+          NaN where the machine's is not known
         - what was chosen: decode's fields by their plain names, ``prefill_B``, ``prefill_b_a``
         - ``price_usd`` and ``power_w`` of the machine, NaN where unknown
         - ``error``: empty, or which line of the ledger breaks and by how much. Numbers of such
@@ -107,9 +111,12 @@ def sweep(
     grid = Grid(model, hw, work, cost, axes)
     points = grid.points()
     rows = list(_followed(_evaluated(points, n_jobs, progress), len(points), progress))
+    basis = _basis(points)
+    for point, row in zip(points, rows, strict=True):
+        row |= _worth(row["throughput"], point.hw, basis)
     frame = pd.DataFrame([{**p.shown, **row} for p, row in zip(points, rows, strict=True)])
     idle = list(_without_effect(frame, grid.axes))
-    frame.attrs["notes"] = [*idle, *_notes(frame, grid.axes, points)]
+    frame.attrs["notes"] = [*idle, *_notes(frame, grid.axes, points, basis)]
     for note in idle:
         warnings.warn(note, stacklevel=2)
     return frame
@@ -148,12 +155,31 @@ def _nothing(point: Point) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(RESULTS, np.nan)
     for prefix in ("", "prefill_"):
         row |= {f"{prefix}binds": None, f"{prefix}bound_share": np.nan}
+    row |= dict.fromkeys(("tokens_per_usd", "tokens_per_joule"), np.nan)
     row |= dict.fromkeys((*STRATEGY, "prefill_B", "prefill_b_a"), np.nan) | {"fetch": None}
     for name in ("price_usd", "power_w"):
         value = getattr(point.hw, name)
         row[name] = np.nan if value is None else value
     row["error"] = ""
     return {name: value for name, value in row.items() if name not in point.shown}
+
+
+def _basis(points: Sequence[Point]) -> Basis:
+    """How machines are paid for in a frame, all alike: bought, if a price is known of any."""
+    bought = any(p.hw.price_usd is not None and p.hw.power_w is not None for p in points)
+    rented = any(p.hw.rental_usd_per_hour is not None for p in points)
+    return "rent" if rented and not bought else "own"
+
+
+def _worth(throughput: float, hw: HardwareSpec, basis: Basis) -> dict[str, float]:
+    """What a throughput costs; NaN where the machine's price or power is not known."""
+    known = hw.rental_usd_per_hour is not None
+    if basis == "own":
+        known = hw.price_usd is not None and hw.power_w is not None
+    return {
+        "tokens_per_usd": tokens_per_usd(throughput, hw, basis) if known else np.nan,
+        "tokens_per_joule": np.nan if hw.power_w is None else tokens_per_joule(throughput, hw),
+    }
 
 
 def _followed(
@@ -193,10 +219,14 @@ def _without_effect(frame: pd.DataFrame, axes: Sequence[Axis]) -> Iterator[str]:
             yield f"{axis.name} has no effect: every result is the same for all {n} values of it"
 
 
-def _notes(frame: pd.DataFrame, axes: Sequence[Axis], points: Sequence[Point]) -> Iterator[str]:
+def _notes(
+    frame: pd.DataFrame, axes: Sequence[Axis], points: Sequence[Point], basis: Basis
+) -> Iterator[str]:
     failed = sum(error != "" for error in frame["error"])
     if failed:
         yield f"{failed} of {len(frame)} points do not fit: the column error says why"
+    if basis == "rent":
+        yield "tokens_per_usd is of machines that are rented: no price and power of any is known"
     swept = {axis.name: axis for axis in axes}
     link = swept.get("h2d_bytes_per_s")
     if link is None or len(link.values) < 2 or {"hw", "zero_copy_bytes_per_s"} & swept.keys():

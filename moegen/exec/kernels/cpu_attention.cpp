@@ -31,6 +31,10 @@
 #if defined(__clang__) || __GNUC__ >= 10
 #define WITH_BF16
 #endif
+// What assembles for compilers before GCC 11 need not know these.
+#if defined(__linux__) && defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 11)
+#define WITH_TILES
+#endif
 #endif
 
 #include "cpu_attention.h"
@@ -48,15 +52,69 @@ namespace portable {
 }  // namespace portable
 
 #if defined(MOEGEN_WIDE_ANYWHERE)
-// The logic of 16 lanes on any machine, for tests.
+// The logic of 16 lanes, and of tiles, on any machine, for tests.
+struct Tiles {
+  struct Shapes {
+    uint8_t head[16];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+  } shapes;
+  uint8_t tile[8][16][64];
+
+  void load(int n, const void* from, int64_t stride) {
+    const char* p = static_cast<const char*>(from);
+    for (int r = 0; r < shapes.rows[n]; ++r, p += stride) {
+      std::memcpy(tile[n][r], p, shapes.bytes[n]);
+    }
+  }
+  void store(int n, void* to, int64_t stride) {
+    char* p = static_cast<char*>(to);
+    for (int r = 0; r < shapes.rows[n]; ++r, p += stride) {
+      std::memcpy(p, tile[n][r], shapes.bytes[n]);
+    }
+  }
+  void dot(int c, int a, int b) {
+    for (int m = 0; m < shapes.rows[c]; ++m) {
+      for (int n = 0; n < shapes.bytes[c] / 4; ++n) {
+        float sum;
+        std::memcpy(&sum, tile[c][m] + 4 * n, 4);
+        for (int k = 0; k < shapes.bytes[a] / 2; ++k) {
+          bf16 x, y;
+          std::memcpy(&x, tile[a][m] + 2 * k, 2);
+          std::memcpy(&y, tile[b][k / 2] + 4 * n + k % 2 * 2, 2);
+          sum += portable::number(x) * portable::number(y);
+        }
+        std::memcpy(tile[c][m] + 4 * n, &sum, 4);
+      }
+    }
+  }
+};
+static thread_local Tiles tiles;
+
 namespace portable16 {
 #define LANES 16
 #define VARIANT_NAME "portable16"
+#define TILE_VARIANT_NAME "portable tiles"
+#define LANE_BY_LANE
 #define IN_REGISTER(v)
+#define TILE_CONFIG(p) std::memcpy(&moegen::tiles.shapes, p, sizeof moegen::tiles.shapes)
+#define TILE_RELEASE()
+#define TILE_ZERO(n) std::memset(moegen::tiles.tile[n], 0, sizeof moegen::tiles.tile[n])
+#define TILE_LOAD(n, p, stride) moegen::tiles.load(n, p, stride)
+#define TILE_STORE(n, p, stride) moegen::tiles.store(n, p, stride)
+#define TILE_DOT(c, a, b) moegen::tiles.dot(c, a, b)
 #include "cpu_attention_kernel.h"
 #undef LANES
 #undef VARIANT_NAME
+#undef TILE_VARIANT_NAME
+#undef LANE_BY_LANE
 #undef IN_REGISTER
+#undef TILE_CONFIG
+#undef TILE_RELEASE
+#undef TILE_ZERO
+#undef TILE_LOAD
+#undef TILE_STORE
+#undef TILE_DOT
 }  // namespace portable16
 #endif
 
@@ -122,6 +180,18 @@ namespace avx512 {
 namespace avx512bf16 {
 #define LANES 16
 #define VARIANT_NAME "AVX-512 BF16"
+#if defined(WITH_TILES)
+#define TILE_VARIANT_NAME "AMX"
+// As instructions: compilers' own functions do not say that they read and write memory.
+#define TILE_CONFIG(p) asm volatile("ldtilecfg %0" ::"m"(*(p)))
+#define TILE_RELEASE() asm volatile("tilerelease" ::)
+#define TILE_ZERO(n) asm volatile("tilezero %%tmm" #n ::)
+#define TILE_LOAD(n, p, stride) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #n ::"r"(p), "r"(int64_t(stride)) : "memory")
+#define TILE_STORE(n, p, stride) \
+  asm volatile("tilestored %%tmm" #n ", (%0,%1,1)" ::"r"(p), "r"(int64_t(stride)) : "memory")
+#define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#endif
 #define IN_REGISTER(v) asm("" : "+v"(v))
 #define LOAD_HALVES(p) _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256((const __m256i*)(p)))
 #define ANY_ABOVE(a, b) _mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GT_OQ)
@@ -135,6 +205,7 @@ namespace avx512bf16 {
 #undef ANY_ABOVE
 #undef BLEND
 #undef DOT
+#undef TILE_VARIANT_NAME
 }  // namespace avx512bf16
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -147,6 +218,9 @@ namespace avx512bf16 {
 namespace {
 
 const Variant* variants[] = {
+#if defined(WITH_TILES)
+    &avx512bf16::tile_variant,
+#endif
 #if defined(WITH_BF16)
     &avx512bf16::variant,
 #endif
@@ -156,8 +230,24 @@ const Variant* variants[] = {
     &portable::variant,
 #if defined(MOEGEN_WIDE_ANYWHERE)
     &portable16::variant,
+    &portable16::tile_variant,
 #endif
 };
+
+#if defined(WITH_TILES)
+// Whether there are tiles for bfloat16 and the system lets this process use them, which it has to
+// be asked for.
+bool may_use_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  constexpr unsigned bf16_tiles = 1u << 22, tiles = 1u << 24;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & bf16_tiles) || !(d & tiles)) return false;
+  constexpr unsigned saved = 3u << 17;
+  asm("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  if ((a & saved) != saved) return false;
+  constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#endif
 
 bool runs_here(const Variant* v) {
 #if defined(__x86_64__)
@@ -174,9 +264,12 @@ bool runs_here(const Variant* v) {
   if (v == &avx512::variant) return with_avx512;
 #if defined(WITH_BF16)
   constexpr unsigned bf16_products = 1u << 5;
-  if (v == &avx512bf16::variant) {
-    return with_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16_products);
-  }
+  const bool with_bf16 =
+      with_avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16_products);
+  if (v == &avx512bf16::variant) return with_bf16;
+#if defined(WITH_TILES)
+  if (v == &avx512bf16::tile_variant) return with_bf16 && may_use_tiles();
+#endif
 #endif
 #endif
   return true;

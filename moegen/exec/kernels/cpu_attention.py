@@ -26,7 +26,7 @@ from moegen.cache import cache_folder
 
 _HERE = Path(__file__).parent
 _MAIN = _HERE / "cpu_attention.cpp"
-_SOURCES = (_MAIN, _HERE / "cpu_attention.h", _HERE / "cpu_attention_kernel.h")
+_SOURCES = tuple(sorted(_HERE.glob("cpu_attention*.h"))) + (_MAIN,)
 # No -march: the file may lie in a home directory that several machines share.
 _FLAGS = ("-O2", "-ffp-contract=fast", "-pthread", "-Wno-psabi")
 _CHECK_BYTES = hashlib.sha256().digest_size

@@ -20,11 +20,24 @@ typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
 #define INLINE static inline __attribute__((always_inline))
-#if defined(__clang__)
+#if defined(LANE_BY_LANE)
+// Quick to compile, where no instruction shuffles.
+template <class V, int N>
+__attribute__((noinline)) V shuffled(const V& a, const V& b, const int (&of)[N]) {
+  V v;
+  for (int i = 0; i < N; ++i) v[i] = of[i] < N ? a[of[i]] : b[of[i] - N];
+  return v;
+}
+#define SHUFFLE(a, b, ...) shuffled<vf>(a, b, {__VA_ARGS__})
+#define SHUFFLE16(a, b, ...) shuffled<vw>(a, b, {__VA_ARGS__})
+#define UNROLL
+#elif defined(__clang__)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#define SHUFFLE16(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #define UNROLL _Pragma("unroll")
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#define SHUFFLE16(a, b, ...) __builtin_shuffle(a, b, vw{__VA_ARGS__})
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
@@ -444,6 +457,34 @@ INLINE void touch(const Job& job, const Unit& u, int64_t from, int64_t to, Ahead
   ahead.add({at + v * size, n * job.dv * size, token_bytes, to - from});
 }
 
+// The tokens [from, to) that are touched ahead, as if the next unit's followed this one's.
+template <class E>
+INLINE void look_ahead(const Job& job, const Unit& u, int64_t from, int64_t to, Ahead& ahead,
+                       Next& next, const Unit*& after, bool& asked) {
+  touch<E>(job, u, from, to < u.hi ? to : u.hi, ahead);
+  if (to <= u.hi) return;
+  if (!asked) after = next();
+  asked = true;
+  if (!after) return;
+  const int64_t skip = from < u.hi ? 0 : from - u.hi, end = after->lo + to - u.hi;
+  touch<E>(job, *after, after->lo + skip, end < after->hi ? end : after->hi, ahead);
+}
+
+// Writes the new token where the unit ends with it: only what this unit reads of it, as others may
+// be reading the rest.
+template <class E>
+INLINE void append_new_token(const Job& job, const Unit& u, const KeyHeads& own, E* store,
+                             const E* fresh) {
+  if (!u.last) return;
+  fresh += u.row * job.new_stride;
+  E* to = store + (u.hi - 1) * job.width;
+  const int64_t n = own.end - own.first, k = own.first * job.dk;
+  std::memcpy(static_cast<void*>(to + k), fresh + k, n * job.dk * sizeof(E));
+  if (job.latent) return;
+  const int64_t v = job.n_kv * job.dk + own.first * job.dv;
+  std::memcpy(static_cast<void*>(to + v), fresh + v, n * job.dv * sizeof(E));
+}
+
 template <class E>
 void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
   const int group = job.n_heads / job.n_kv, tiles = job.group_tiles();
@@ -468,17 +509,7 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
   float* wide_v = wide_k + BLOCK * dk;
 
   E* store = static_cast<E*>(job.store);
-  if (u.last) {
-    // Only what this unit reads: others may be reading the rest.
-    const E* fresh = static_cast<const E*>(job.new_kv) + u.row * job.new_stride;
-    E* to = store + (u.hi - 1) * width;
-    const int64_t n = own.end - own.first, k = own.first * job.dk;
-    std::memcpy(to + k, fresh + k, n * job.dk * sizeof(E));
-    if (!job.latent) {
-      const int64_t v = job.n_kv * job.dk + own.first * job.dv;
-      std::memcpy(to + v, fresh + v, n * job.dv * sizeof(E));
-    }
-  }
+  append_new_token(job, u, own, store, static_cast<const E*>(job.new_kv));
   const E* q = static_cast<const E*>(job.q) + u.row * job.q_stride;
   const float scale = job.scale * 1.44269504088896341f;  // scores are exponents of 2
   std::memset(os, 0, n_tiles * 4 * dv * sizeof(float));
@@ -518,17 +549,7 @@ void unit(const Job& job, const Unit& u, Workspace& space, Next& next) {
                           (wide_both ? 0 : !direct_v ? wide_steps : n_tiles * columns * n);
     ahead.each(n * token_bytes * (own.end - own.first) / job.n_kv, steps,
                own.end - own.first < job.n_kv);
-    // Tokens as if the next unit's followed this one's.
-    const int64_t from = t + far, to = from + n;
-    touch<E>(job, u, from, to < u.hi ? to : u.hi, ahead);
-    if (to > u.hi) {
-      if (!asked) after = next();
-      asked = true;
-      if (after) {
-        const int64_t skip = from < u.hi ? 0 : from - u.hi, end = after->lo + to - u.hi;
-        touch<E>(job, *after, after->lo + skip, end < after->hi ? end : after->hi, ahead);
-      }
-    }
+    look_ahead<E>(job, u, t + far, t + far + n, ahead, next, after, asked);
     const E* token = store + t * width;
     // The tiles of key head j, counted from the unit's first.
     auto tiles_of = [&](int j, int& i, int& end) {
@@ -649,6 +670,11 @@ uint64_t read(const char* p, int64_t nbytes) {
 const Variant variant = {
     VARIANT_NAME, {unit<float>, unit<bf16>, unit<f16>}, {merge<float>, merge<bf16>, merge<f16>}, read};
 
+#if defined(TILE_VARIANT_NAME)
+#include "cpu_attention_tiles.h"
+#endif
+
 #undef INLINE
 #undef SHUFFLE
+#undef SHUFFLE16
 #undef UNROLL

@@ -1,0 +1,120 @@
+"""A measured curve: seconds over a grid of what an op's time depends on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moegen.errors import InvalidInput
+from moegen.graph.checks import number
+from moegen.graph.features import FEATURES_OF
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of some ops over a grid of their features.
+
+    Parameters
+    ----------
+    ops : sequence of str
+        Ops that it is of, all with the same features.
+    axes : mapping of str to sequence of float
+        The values of each feature that were measured, rising; in the order of
+        `moegen.graph.features.FEATURES_OF`.
+    seconds : nested sequence of float, shape [values of the first axis, of the second, ...]
+        Of one kernel or copy.
+    source : str
+        How it was measured.
+
+    Raises
+    ------
+    InvalidInput
+        If ops or features are not known, a number is not finite and positive, an axis does not
+        rise, or seconds fall along one.
+    """
+
+    ops: tuple[str, ...]
+    axes: Mapping[str, tuple[float, ...]]
+    seconds: tuple[Any, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        ops = tuple(self.ops) if isinstance(self.ops, (list, tuple)) else ()
+        if not ops or not all(isinstance(op, str) for op in ops):
+            raise InvalidInput(f"a curve must name its ops in a list, got {self.ops!r}")
+        unknown = [op for op in ops if op not in FEATURES_OF]
+        if unknown:
+            raise InvalidInput(f"unknown op {unknown[0]!r}; known are {', '.join(FEATURES_OF)}")
+        name, features = ops[0], FEATURES_OF[ops[0]]
+        other = [op for op in ops if FEATURES_OF[op] != features]
+        if other:
+            raise InvalidInput(
+                f"{name} and {other[0]} cannot share a curve: the one depends on "
+                f"{', '.join(features)}, the other on {', '.join(FEATURES_OF[other[0]])}"
+            )
+        if not isinstance(self.axes, Mapping) or set(self.axes) != set(features):
+            raise InvalidInput(
+                f"{name}: axes must be {', '.join(features)}, got "
+                f"{', '.join(self.axes) if isinstance(self.axes, Mapping) else self.axes!r}"
+            )
+        if not isinstance(self.source, str) or not self.source:
+            raise InvalidInput(f"{name}: source must say how it was measured, got {self.source!r}")
+        axes = {key: _axis(self.axes[key], f"{name}: {key}") for key in features}
+        shape = [len(values) for values in axes.values()]
+        seconds = _grid(self.seconds, shape, f"{name}: seconds")
+        for field, value in (("ops", ops), ("axes", axes), ("seconds", seconds)):
+            object.__setattr__(self, field, value)
+        self._check_rising()
+
+    def _check_rising(self) -> None:
+        values = np.array(self.seconds)
+        for k, feature in enumerate(self.axes):
+            falls = np.argwhere(np.diff(values, axis=k) < 0)
+            if len(falls):
+                at = falls[0].tolist()
+                after = [*at[:k], at[k] + 1, *at[k + 1 :]]
+                raise InvalidInput(
+                    f"{self.describe(after)}: {values[tuple(after)]:g} s, less than the "
+                    f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall "
+                    f"along an axis"
+                )
+
+    def describe(self, index: Sequence[int]) -> str:
+        """A point of the grid, for a person."""
+        at = ", ".join(
+            f"{key}={values[i]:g}"
+            for (key, values), i in zip(self.axes.items(), index, strict=True)
+        )
+        return f"{self.ops[0]} at {at}"
+
+    def points(self) -> Iterator[tuple[tuple[int, ...], dict[str, float], float]]:
+        """Each point's place in the grid, its features and its seconds."""
+        for index in itertools.product(*(range(len(v)) for v in self.axes.values())):
+            at = {k: v[i] for (k, v), i in zip(self.axes.items(), index, strict=True)}
+            seconds: Any = self.seconds
+            for i in index:
+                seconds = seconds[i]
+            yield index, at, seconds
+
+
+def _axis(values: Any, where: str) -> tuple[float, ...]:
+    if not isinstance(values, (list, tuple)) or not values:
+        raise InvalidInput(f"{where} must be a list of numbers, got {values!r}")
+    axis = tuple(number(v, f"{where}[{i}]", above=0) for i, v in enumerate(values))
+    for i, (a, b) in enumerate(itertools.pairwise(axis)):
+        if a >= b:
+            raise InvalidInput(f"{where} must rise, and [{i + 1}] is {b:g} after {a:g}")
+    return axis
+
+
+def _grid(values: Any, shape: Sequence[int], where: str) -> tuple[Any, ...]:
+    if not isinstance(values, (list, tuple)) or len(values) != shape[0]:
+        got = f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)
+        raise InvalidInput(f"{where} must have {shape[0]} entries, as its axis has, got {got}")
+    if len(shape) == 1:
+        return tuple(number(v, f"{where}[{i}]", above=0) for i, v in enumerate(values))
+    return tuple(_grid(v, shape[1:], f"{where}[{i}]") for i, v in enumerate(values))

@@ -1,0 +1,86 @@
+"""What the time of an op depends on: numbers that follow from its work, whatever the model.
+
+A measured curve is a grid over these. Each op has its own, in a fixed order:
+
+- matrix products and prefill attention: ``tokens`` a kernel, and ``flops_per_token``, which is
+  how wide the matrices are (two FLOPs a weight), or how long the prompts;
+- decode attention: ``rows``, ``bytes_per_row``, which is how long their KV is, and
+  ``flops_per_byte``, which is its kind (4 for mixtral's grouped heads in two bytes a number, some
+  240 for the latent heads of deepseek-v2);
+- other kernels: ``gpu_bytes``;
+- copies, by the copy engine or by kernels that read and write host memory: ``h2d_bytes`` or
+  ``d2h_bytes``.
+
+Where an op launches several kernels or copies, numbers and seconds are those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from moegen.graph.task import Work
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A number that the time of an op depends on.
+
+    Parameters
+    ----------
+    of : callable
+        It, of a task's work.
+    grows : tuple of str
+        Fields of the work that are proportional to it when the other features stay.
+    """
+
+    of: Callable[[Work], float]
+    grows: tuple[str, ...]
+
+    def scaled(self, work: Work, factor: float) -> Work:
+        """``work`` with this feature ``factor`` times as large and the others as they are."""
+        return replace(work, **{name: getattr(work, name) * factor for name in self.grows})
+
+
+FEATURES = {
+    "tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops")),
+    "flops_per_token": Feature(lambda w: w.flops / w.tokens, ("flops", "gpu_bytes")),
+    "rows": Feature(
+        lambda w: w.rows / w.launches, ("rows", "tokens", "flops", "gpu_bytes", "host_bytes")
+    ),
+    "bytes_per_row": Feature(
+        lambda w: (w.gpu_bytes + w.host_bytes) / w.rows, ("flops", "gpu_bytes", "host_bytes")
+    ),
+    "flops_per_byte": Feature(lambda w: w.flops / (w.gpu_bytes + w.host_bytes), ("flops",)),
+    "gpu_bytes": Feature(lambda w: w.gpu_bytes / w.launches, ("gpu_bytes",)),
+    "h2d_bytes": Feature(lambda w: w.h2d_bytes / w.launches, ("h2d_bytes",)),
+    "d2h_bytes": Feature(lambda w: w.d2h_bytes / w.launches, ("d2h_bytes",)),
+}
+
+_PRODUCT = ("tokens", "flops_per_token")
+_ATTENTION = ("rows", "bytes_per_row", "flops_per_byte")
+#: The features of each op.
+FEATURES_OF: dict[str, tuple[str, ...]] = {
+    "copy_rows": ("h2d_bytes",),
+    "embed": ("gpu_bytes",),
+    "copy_dense": ("h2d_bytes",),
+    "pre_attn": _PRODUCT,
+    "send_qkv": ("d2h_bytes",),
+    "attn_cpu": _ATTENTION,
+    "recv_attn": ("h2d_bytes",),
+    "append_kv": ("d2h_bytes",),
+    "fetch_kv": ("h2d_bytes",),
+    "attn_gpu": _ATTENTION,
+    "attn_prefill": _PRODUCT,
+    "post_attn": _PRODUCT,
+    "route": _PRODUCT,
+    "copy_counts": ("d2h_bytes",),
+    "shared_expert": _PRODUCT,
+    "dense_mlp": _PRODUCT,
+    "copy_expert": ("h2d_bytes",),
+    "expert": _PRODUCT,
+    "combine": ("gpu_bytes",),
+    "lm_head": _PRODUCT,
+    "sample": ("gpu_bytes",),
+    "copy_tokens": ("d2h_bytes",),
+}

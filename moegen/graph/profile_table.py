@@ -1,0 +1,327 @@
+"""A machine's measurements as one readable file: what a kernel or a copy of some size takes.
+
+The file is JSON::
+
+    {"format": "moegen.profile/1",
+     "date": "2026-11-30",
+     "versions": {"torch": "2.11.0"},
+     "dtype": "bfloat16",
+     "machine": {...},
+     "peaks": {"gpu_bytes_per_s": 4.8e12, "host_bytes_per_s": null},
+     "curves": [
+       {"ops": ["copy_dense", "copy_expert"],
+        "source": "measured: pinned memory, one copy at a time",
+        "axes": {"h2d_bytes": [1048576, 67108864]},
+        "seconds": [3.34e-05, 0.00122]},
+       ...]}
+
+``machine`` is a `HardwareSpec` field by field: the names of GPU and CPU, which say whose file
+this is, and the rates that hold where nothing was measured. ``peaks`` are what the data sheets
+give for memory, where known (the link's and the GPU's arithmetic are in ``machine``): a
+measurement above one is refused. A curve's axes are the features of its ops
+(`moegen.graph.features`); ``seconds`` holds a value for every combination, the last axis
+innermost. An axis of one value says which shape was measured. Seconds do not fall along an axis,
+so whoever writes a file smooths what noise turned round.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moegen.errors import InvalidInput
+from moegen.graph.checks import number
+from moegen.graph.curve import Curve
+from moegen.graph.files import read_json, write_text
+from moegen.graph.hardware import HardwareSpec
+
+FORMAT = "moegen.profile/1"
+CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
+DTYPES = ("bfloat16", "float16", "float32")
+PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
+_CURVE = ("ops", "source", "axes", "seconds")
+# A rate worked out from seconds may be above the one that they were worked out from.
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(frozen=True)
+class ProfileTable:
+    """What was measured on a machine, and the rates that hold elsewhere.
+
+    Parameters
+    ----------
+    machine : HardwareSpec
+        Its names and rates.
+    date : str
+        Of the measurement, as 2026-11-30.
+    versions : mapping of str to str
+        Of what ran, by package: ``torch``, ``triton`` and so on.
+    dtype : str
+        Of weights and activations: bfloat16, float16 or float32.
+    curves : sequence of Curve
+    peaks : mapping of str to float or None
+        Bytes per second of memory by the data sheet: ``gpu_bytes_per_s``, ``host_bytes_per_s``.
+
+    Raises
+    ------
+    InvalidInput
+        If two curves are of one op, or a point is faster than a peak.
+    """
+
+    machine: HardwareSpec
+    date: str
+    versions: Mapping[str, str]
+    dtype: str
+    curves: tuple[Curve, ...]
+    peaks: Mapping[str, float | None]
+
+    def __post_init__(self) -> None:
+        try:
+            datetime.date.fromisoformat(self.date)
+        except (TypeError, ValueError):
+            raise InvalidInput(f"date must be like 2026-11-30, got {self.date!r}") from None
+        if self.dtype not in DTYPES:
+            raise InvalidInput(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        versions = self.versions
+        if not isinstance(versions, Mapping) or not all(
+            isinstance(text, str) and text for pair in versions.items() for text in pair
+        ):
+            raise InvalidInput(f"versions must map packages to versions, got {versions!r}")
+        object.__setattr__(self, "versions", dict(versions))
+        if not isinstance(self.peaks, Mapping):
+            raise InvalidInput(f"peaks must map names to rates, got {self.peaks!r}")
+        _check_keys(self.peaks, PEAKS, (), "peaks")
+        peaks = {key: self.peaks.get(key) for key in PEAKS}
+        known = {
+            key: number(value, f"peaks: {key}", above=0)
+            for key, value in peaks.items()
+            if value is not None
+        }
+        object.__setattr__(self, "peaks", peaks | known)
+        object.__setattr__(self, "curves", tuple(self.curves))
+        seen: set[str] = set()
+        for curve in self.curves:
+            twice = seen.intersection(curve.ops)
+            if twice:
+                raise InvalidInput(f"two curves are of {min(twice)}")
+            seen.update(curve.ops)
+        self._check_peaks(known)
+
+    def _check_peaks(self, memory: Mapping[str, float]) -> None:
+        for key, peak in memory.items():
+            if getattr(self.machine, key) > peak * _ROUNDING:
+                raise InvalidInput(
+                    f"machine: {key} is {getattr(self.machine, key):g}, above its peak of {peak:g}"
+                )
+        for curve in self.curves:
+            limits = self._limits(curve.ops[0])
+            for index, at, seconds in curve.points():
+                for what, unit, units in _uses(at):
+                    peak = limits.get(what)
+                    if peak is not None and units / seconds > peak * _ROUNDING:
+                        raise InvalidInput(
+                            f"{curve.describe(index)}: {seconds:g} s would be "
+                            f"{units / seconds / 1e9:.4g} G{unit}/s, above the peak of "
+                            f"{peak / 1e9:.4g} G{unit}/s: the measurement is wrong"
+                        )
+
+    def _limits(self, op: str) -> dict[str, float | None]:
+        """What a point of ``op`` cannot be faster than, by what it uses."""
+        on_cpu = op == "attn_cpu"
+        return {
+            "link": self.machine.link_peak_bytes_per_s,
+            "memory": self.peaks["host_bytes_per_s" if on_cpu else "gpu_bytes_per_s"],
+            "flops": None if on_cpu else self.machine.gpu_flops,
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProfileTable:
+        """The table in a file.
+
+        Raises
+        ------
+        InvalidInput
+            If the file cannot be read, is cut short, has unknown keys or lacks some, or holds
+            what the classes here refuse.
+        """
+        data = read_json(path, "the profile")
+        try:
+            if not isinstance(data, dict) or data.get("format") != FORMAT:
+                raise InvalidInput(f"this is no table of measurements ({FORMAT})")
+            keys = ("format", "date", "versions", "dtype", "machine", "peaks", "curves")
+            _check_keys(data, keys, keys, "the file")
+            machine = data["machine"]
+            if not isinstance(machine, dict):
+                raise InvalidInput("machine must hold keys and values")
+            source = machine.get("source", {})
+            if not isinstance(source, dict) or not all(isinstance(v, str) for v in source.values()):
+                raise InvalidInput("machine: source must map fields to words")
+            if not isinstance(data["curves"], list):
+                raise InvalidInput("curves must be a list")
+            curves = []
+            for i, curve in enumerate(data["curves"]):
+                if not isinstance(curve, dict):
+                    raise InvalidInput(f"curve {i} must hold keys and values, got {curve!r}")
+                _check_keys(curve, _CURVE, _CURVE, f"curve {i}")
+                curves.append(Curve(**curve))
+            return cls(
+                HardwareSpec.from_dict(machine),
+                data["date"],
+                data["versions"],
+                data["dtype"],
+                tuple(curves),
+                data["peaks"],
+            )
+        except InvalidInput as e:
+            raise InvalidInput(f"{path}: {e}") from e
+
+    @classmethod
+    def from_name(cls, name: str) -> ProfileTable:
+        """A table that ships with moegen; InvalidInput if there is none of this name."""
+        if name not in profiles():
+            raise InvalidInput(
+                f"{name!r} is no profile that ships with moegen: there is {', '.join(profiles())}"
+            )
+        return cls.load(CATALOGUE / f"{name}.json")
+
+    def save(self, path: str | Path) -> None:
+        """Write the table; :meth:`load` gives back an equal one.
+
+        Raises
+        ------
+        InvalidInput
+            If no file may be at ``path``.
+        MachineError
+            If the machine cannot write it.
+        """
+        write_text(path, self.to_json(), "the profile")
+
+    def to_json(self) -> str:
+        """The file's text."""
+        machine = {key: _text(value) for key, value in self.machine.to_dict().items()}
+        source = {key: _text(value) for key, value in self.machine.source.items()}
+        curves = [_lines({key: _text(getattr(c, key)) for key in _CURVE}, 3) for c in self.curves]
+        parts = {
+            "format": _text(FORMAT),
+            "date": _text(self.date),
+            "versions": _text(self.versions),
+            "dtype": _text(self.dtype),
+            "machine": _lines(machine | {"source": _lines(source, 3)}, 2),
+            "peaks": _text(self.peaks),
+            "curves": "[" + ",\n  ".join(curves) + "]",
+        }
+        return _lines(parts, 1) + "\n"
+
+    def check(self, hw: HardwareSpec, versions: Mapping[str, str]) -> None:
+        """Refuse to stand for another machine, or for other versions.
+
+        Names of parts agree if the words of one are among those of the other. A rate that the
+        caller set in ``hw`` is another machine too: what was measured cannot know it.
+
+        Parameters
+        ----------
+        hw : HardwareSpec
+            The machine that is asked about.
+        versions : mapping of str to str
+            Versions asked about; packages that only one side names are not compared.
+
+        Raises
+        ------
+        InvalidInput
+            Naming what differs.
+        """
+        differ = [
+            f"the {part} there is {getattr(self.machine, key)!r} and here {getattr(hw, key)!r}"
+            for part, key in (("GPU", "gpu_name"), ("CPU", "cpu_name"))
+            if not _same_part(getattr(self.machine, key), getattr(hw, key))
+        ]
+        differ += [
+            f"{key} there is {getattr(self.machine, key)!r} and was set to {getattr(hw, key)!r}"
+            for key in hw.rates
+            if hw.kind(key) == "set by the caller"
+            and getattr(hw, key) != getattr(self.machine, key)
+        ]
+        differ += [
+            f"{package} there is {version} and here {versions[package]}"
+            for package, version in self.versions.items()
+            if package in versions and _public(versions[package]) != _public(version)
+        ]
+        if differ:
+            raise InvalidInput(
+                f"the profile was measured on another machine or with other versions: "
+                f"{'; '.join(differ)}. Measure this one, name the machine that is meant with "
+                f"hw=, or pass allow_mismatch=True to take it all the same"
+            )
+
+    def installed_versions(self) -> dict[str, str]:
+        """Versions here of the packages that the table names, of those that are installed."""
+        found = {}
+        for package in self.versions:
+            try:
+                found[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        return found
+
+
+def profiles() -> list[str]:
+    """Names of the tables that ship with moegen."""
+    return sorted(p.stem for p in CATALOGUE.glob("*.json"))
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _lines(parts: Mapping[str, str], indent: int) -> str:
+    """An object of JSON with each key in a line of its own."""
+    return "{" + f",\n{' ' * indent}".join(f'"{k}": {v}' for k, v in parts.items()) + "}"
+
+
+def _check_keys(
+    data: Mapping[str, Any], known: Sequence[str], needed: Sequence[str], where: str
+) -> None:
+    unknown = [str(key) for key in data if key not in known]
+    if unknown:
+        raise InvalidInput(
+            f"{where} has the unknown key {unknown[0]}; known are {', '.join(known)}"
+        )
+    missing = [key for key in needed if key not in data]
+    if missing:
+        raise InvalidInput(f"{where} lacks the key {missing[0]}")
+
+
+def _uses(at: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """What a point uses up: of what, in which unit, and how much."""
+    for name in ("h2d_bytes", "d2h_bytes"):
+        if name in at:
+            yield "link", "B", at[name]
+    if "gpu_bytes" in at:
+        yield "memory", "B", at["gpu_bytes"]
+    if "rows" in at:
+        nbytes = at["rows"] * at["bytes_per_row"]
+        yield "memory", "B", nbytes
+        yield "flops", "FLOP", nbytes * at["flops_per_byte"]
+    if "tokens" in at:
+        yield "flops", "FLOP", at["tokens"] * at["flops_per_token"]
+
+
+# Makers' names and what says nothing.
+_NO_NAMES = {"nvidia", "geforce", "amd", "intel", "r", "tm", "cpu", "processor", "cores", "core"}
+
+
+def _same_part(a: str, b: str) -> bool:
+    words = [set(re.findall(r"[a-z0-9]+", name.lower())) - _NO_NAMES for name in (a, b)]
+    less, more = sorted(words, key=len)
+    return less <= more if less else a.lower() == b.lower()
+
+
+def _public(version: str) -> str:
+    """A version without the build's own part: ``2.11.0+cu130`` is ``2.11.0``."""
+    return version.split("+")[0]

@@ -1,0 +1,73 @@
+"""Durations that somebody gives, task by task or op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from moegen.errors import InvalidInput
+from moegen.graph.checks import number
+from moegen.graph.task import Task, TaskId
+from moegen.sim.cost import Cost, CostModel, with_duplex
+
+
+class Fixed(CostModel):
+    """Durations by task or by op. Made by :meth:`CostModel.fixed`."""
+
+    def __init__(
+        self,
+        durations: Mapping[TaskId | str, float],
+        demands: Mapping[TaskId | str, Mapping[str, float]],
+        capacities: Mapping[str, float],
+        duplex: float | Mapping[str, float] | None,
+        provenance: str,
+    ) -> None:
+        self._durations = {
+            k: number(v, f"the duration of {k}", at_least=0) for k, v in durations.items()
+        }
+        self._demands = dict(demands)
+        self._provenance = provenance
+        for name, rate in capacities.items():
+            number(rate, f"the capacity of {name}", above=0)
+        asked = {r for d in self._demands.values() for r in d}
+        if not asked <= capacities.keys():
+            missing = ", ".join(sorted(asked - capacities.keys()))
+            raise InvalidInput(f"tasks draw on {missing}, whose capacity is not given")
+        self._full = {name: float(rate) for name, rate in capacities.items()}
+        self._duplex = with_duplex(self._full, _limits(duplex))
+
+    def __repr__(self) -> str:
+        return f"CostModel.fixed({len(self._durations)} durations)"
+
+    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
+        return self._duplex if "h2d" in in_use and "d2h" in in_use else self._full
+
+    def estimate(self, task: Task) -> Cost:
+        seconds = _lookup(self._durations, task.id)
+        if seconds is None:
+            if task.work is not None and task.work.empty:
+                return Cost(0.0, self._provenance)
+            raise InvalidInput(
+                f"no duration is given for {task.id}: give one for its id or its op {task.id.op!r}"
+            )
+        return Cost(seconds, self._provenance, _lookup(self._demands, task.id) or {})
+
+
+def _lookup(table: Mapping[TaskId | str, Any], task_id: TaskId) -> Any:
+    for key in (task_id, task_id._replace(step=0), task_id.op):
+        if key in table:
+            return table[key]
+    return None
+
+
+def _limits(duplex: float | Mapping[str, float] | None) -> Mapping[str, float]:
+    if duplex is None:
+        return {}
+    if not isinstance(duplex, Mapping):
+        number(duplex, "duplex", above=0)
+        return {"h2d": duplex, "d2h": duplex}
+    for name, limit in duplex.items():
+        if name not in ("h2d", "d2h"):
+            raise InvalidInput(f"duplex limits h2d and d2h, got {name!r}")
+        number(limit, f"duplex of {name}", above=0)
+    return duplex

@@ -1,0 +1,566 @@
+"""Measured tables: exact at points, linear between, the roofline beyond; refused if wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from handmade import task
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moegen as mg
+from moegen.errors import GraphError, InvalidInput
+from moegen.graph import profile_table
+from moegen.graph.curve import Curve
+from moegen.graph.features import FEATURES, FEATURES_OF
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.ops import OPS
+from moegen.graph.profile_table import ProfileTable, profiles
+from moegen.graph.task import NO_WORK, Work
+from moegen.plot.labels import provenance_caption
+from moegen.sim.cost import CostModel, Provenance
+from moegen.sim.measured import Measured
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "h200" / "results"
+HW = HardwareSpec.from_name("h200").with_(
+    gpu_flops=1000.0,
+    gpu_efficiency=((1, 0.25), (101, 0.75)),
+    gpu_bytes_per_s=200.0,
+    launch_s=0.5,
+    h2d_bytes_per_s=10.0,
+    d2h_bytes_per_s=8.0,
+    zero_copy_bytes_per_s=5.0,
+    duplex_bytes_per_s=6.0,
+    copy_latency_s=2.0,
+    cpu_attn_bytes_per_s=20.0,
+    cpu_attn_flops=40.0,
+)
+COPY = Curve(("copy_dense", "copy_expert"), {"h2d_bytes": (10, 30, 100)}, (4, 5, 12), "made up")
+EXPERT = Curve(
+    ("expert",), {"tokens": (4, 8), "flops_per_token": (10, 20)}, ((1, 2), (1, 3)), "made up"
+)
+ATTEND = Curve(
+    ("attn_cpu",),
+    {"rows": (10,), "bytes_per_row": (4, 8), "flops_per_byte": (2,)},
+    (((3,), (5,)),),
+    "made up",
+)
+
+
+def table(*curves: Curve, hw: HardwareSpec = HW, peaks=None) -> ProfileTable:
+    curves = curves or (COPY, EXPERT, ATTEND)
+    return ProfileTable(hw, "2026-11-30", {"torch": "2.11.0"}, "bfloat16", curves, peaks or {})
+
+
+def copied(nbytes: float, launches: int = 1):
+    return task("copy_expert", "BULK", Work(h2d_bytes=nbytes, launches=launches))
+
+
+def product(tokens: float, width: float, launches: int = 1):
+    work = Work(flops=tokens * width, gpu_bytes=width, tokens=tokens, launches=launches)
+    return task("expert", "GPU", work)
+
+
+def attended(rows: int, bytes_per_row: float, flops_per_byte: float = 2, calls: int = 1):
+    n = rows * bytes_per_row
+    work = Work(flops=n * flops_per_byte, host_bytes=n, tokens=rows, rows=rows, calls=calls)
+    return task("attn_cpu", "CPU", work)
+
+
+COST = Measured(table())
+
+
+def asked(t, cost: Measured = COST) -> tuple[float, str]:
+    estimate = cost.estimate(t)
+    return estimate.seconds, estimate.provenance
+
+
+# -- inside the grid -----------------------------------------------------------------
+
+
+def test_a_measured_point_takes_what_was_measured():
+    for seconds, nbytes in zip((4, 5, 12), (10, 30, 100), strict=True):
+        assert asked(copied(nbytes)) == (seconds, "measured")
+    for i, tokens in enumerate((4, 8)):
+        for j, width in enumerate((10, 20)):
+            assert asked(product(tokens, width)) == (EXPERT.seconds[i][j], "measured")
+    assert asked(attended(10, 4)) == (3, "measured")
+
+
+def test_between_points_it_is_linear_along_each_feature():
+    assert asked(copied(20)) == (4.5, "interpolated")
+    assert asked(copied(65)) == (8.5, "interpolated")
+    assert asked(product(4, 15)) == (1.5, "interpolated")
+    assert asked(product(6, 15)) == ((1.5 + 2) / 2, "interpolated")
+    assert asked(attended(10, 7)) == (4.5, "interpolated")
+
+
+def test_several_kernels_take_as_often_what_one_takes():
+    assert asked(copied(60, launches=2)) == (10, "measured")
+    assert asked(product(12, 10, launches=3)) == (3, "measured")
+
+
+@given(st.floats(10, 100), st.floats(10, 100))
+def test_more_bytes_never_take_less_time(a, b):
+    less, more = sorted((a, b))
+    assert COST.seconds(copied(less)) <= COST.seconds(copied(more))
+
+
+@given(st.floats(1, 40), st.floats(1, 40))
+def test_nor_do_they_outside(a, b):
+    less, more = sorted((a * 5, b * 5))
+    assert COST.seconds(copied(less)) <= COST.seconds(copied(more)) * (1 + 1e-12)
+
+
+RISING = st.lists(st.floats(0, 10), min_size=12, max_size=12)
+
+
+@given(RISING, st.floats(1, 9), st.floats(1, 9), st.floats(2, 5), st.floats(2, 5))
+def test_any_grid_is_monotone_and_exact(steps, a, b, c, d):
+    axes = {"tokens": (1.0, 2.0, 5.0, 9.0), "flops_per_token": (2.0, 3.0, 5.0)}
+    grid = [[0.0] * 3 for _ in range(4)]
+    for i in range(4):
+        for j in range(3):
+            below = max(grid[i - 1][j] if i else 0.0, grid[i][j - 1] if j else 0.0)
+            grid[i][j] = below + steps[3 * i + j] + 1e-3
+    curve = Curve(("expert",), axes, tuple(map(tuple, grid)), "made up")
+    cost = Measured(table(curve, hw=HW.with_(gpu_flops=1e9)))
+    for i, tokens in enumerate(axes["tokens"]):
+        for j, width in enumerate(axes["flops_per_token"]):
+            assert asked(product(tokens, width), cost) == (grid[i][j], "measured")
+    less, more = product(min(a, b), min(c, d)), product(max(a, b), max(c, d))
+    assert cost.seconds(less) <= cost.seconds(more) * (1 + 1e-12)
+    assert grid[0][0] <= cost.seconds(less) * (1 + 1e-12)
+    assert cost.seconds(more) <= grid[3][2] * (1 + 1e-12)
+
+
+# -- beyond it, and without it ---------------------------------------------------------
+
+
+def test_beyond_the_grid_it_goes_on_as_the_roofline_does():
+    """A copy of 100 bytes takes 2 + 10 s by the rates, one of 200 2 + 20, one of 5 2 + 0.5."""
+    assert asked(copied(200)) == (12 * 22 / 12, "extrapolated")
+    assert asked(copied(5)) == (pytest.approx(4 * 2.5 / 3), "extrapolated")
+    # Latent attention: the same bytes with 40 times the FLOPs are bound by arithmetic. 80 bytes
+    # are read in 4 s, and 6400 FLOPs take 160.
+    assert asked(attended(10, 8, 80)) == (5 * 160 / 4, "extrapolated")
+
+
+@pytest.mark.parametrize(
+    ("make", "edge"),
+    [
+        (copied, 10),
+        (copied, 100),
+        (lambda tokens: product(tokens, 10), 4),
+        (lambda tokens: product(tokens, 20), 8),
+        (lambda width: product(8, width), 10),
+        (lambda width: product(6, width), 20),
+        (lambda nbytes: attended(10, nbytes), 8),
+        (lambda kind: attended(10, 4, kind), 2),
+    ],
+)
+def test_there_is_no_jump_at_the_edge(make, edge):
+    at = COST.seconds(make(edge))
+    for side in (1 - 1e-9, 1 + 1e-9):
+        assert COST.seconds(make(edge * side)) == pytest.approx(at, rel=1e-6)
+
+
+def test_an_op_that_was_not_measured_takes_the_roofline():
+    roofline = CostModel.roofline(HW)
+    t = task("fetch_kv", "KV", Work(h2d_bytes=100))
+    assert COST.estimate(t) == roofline.estimate(t)
+    assert asked(t) == (20.5, "roofline")
+    assert asked(task("expert", "GPU", NO_WORK))[0] == 0
+
+
+def test_demands_and_capacities_are_the_machines():
+    roofline = CostModel.roofline(HW)
+    assert COST.capacities(("h2d", "d2h")) == roofline.capacities(("h2d", "d2h"))
+    assert COST.estimate(copied(30)).demands == roofline.estimate(copied(30)).demands
+    assert COST.estimate(product(4, 10)).demands == {"gpu": 1.0}
+    # 20 bytes a second were measured of a link that is said to give 10: it cannot ask for more.
+    fast = Measured(table(Curve(("copy_dense",), {"h2d_bytes": (100,)}, (5,), "made up")))
+    t = task("copy_dense", "BULK", Work(h2d_bytes=100))
+    assert fast.loads(fast.estimate(t))["h2d"] == 10.0
+
+
+def test_rows_of_other_lengths_cost_a_call_each():
+    cost = Measured(table(hw=HW.with_(cpu_call_s=0.25)))
+    assert asked(attended(10, 4, calls=1), cost) == (3, "measured")
+    assert asked(attended(10, 4, calls=5), cost) == (4, "interpolated")
+    # Twice the rows take 0.25 s and 8 s by the rates, where those measured take 0.25 and 4.
+    beyond = asked(attended(20, 8, calls=3), cost)
+    assert beyond == (pytest.approx(5 * 8.25 / 4.25 + 0.5), "extrapolated")
+
+
+def test_host_code_is_not_the_machines():
+    slow = Measured(table(hw=HW.with_(task_s=50.0)))
+    assert slow.seconds(copied(30)) == 50.0
+    assert slow.physical().seconds(copied(30)) == 5.0
+    assert slow.physical().estimate(copied(30)).provenance == "measured"
+    assert COST.physical() is COST
+
+
+def test_work_without_what_was_measured_is_an_error():
+    with pytest.raises(GraphError, match="expert was measured by tokens, flops_per_token"):
+        COST.seconds(task("expert", "GPU", Work(flops=5)))
+
+
+def test_domain_tells_what_was_measured():
+    frame = COST.domain()
+    assert list(frame.columns) == ["op", "feature", "low", "high", "points"]
+    rows = {(r.op, r.feature): (r.low, r.high, r.points) for r in frame.itertuples()}
+    assert rows == {
+        ("copy_dense", "h2d_bytes"): (10, 100, 3),
+        ("copy_expert", "h2d_bytes"): (10, 100, 3),
+        ("expert", "tokens"): (4, 8, 2),
+        ("expert", "flops_per_token"): (10, 20, 2),
+        ("attn_cpu", "rows"): (10, 10, 1),
+        ("attn_cpu", "bytes_per_row"): (4, 8, 2),
+        ("attn_cpu", "flops_per_byte"): (2, 2, 1),
+    }
+    none = CostModel.roofline(HW).domain()
+    assert list(none.columns) == list(frame.columns) and none.empty
+
+
+# -- features ----------------------------------------------------------------------------
+
+
+def test_every_op_has_features_and_built_graphs_have_their_values():
+    assert list(FEATURES_OF) == list(OPS)
+    for name in ("mixtral-8x7b", "deepseek-v2-lite", "qwen1.5-moe-a2.7b"):
+        model = mg.ModelSpec.from_pretrained(name)
+        s = mg.Strategy(B=64, b_a=16, b_e=64, s_expert=4 * model.expert_bytes, omega=0.5)
+        for phase, length in (("decode", {"kv_len": 100}), ("prefill", {"prompt_len": 100})):
+            for t in mg.build(model, s, phase, **length):
+                if t.work.empty:
+                    continue
+                for feature in FEATURES_OF[t.id.op]:
+                    assert FEATURES[feature].of(t.work) > 0, (t.id, feature)
+
+
+@pytest.mark.parametrize("op", FEATURES_OF)
+def test_a_feature_grows_alone(op):
+    work = Work(
+        flops=6e6, gpu_bytes=3e3 * (op != "attn_cpu"), host_bytes=5e3 * (op == "attn_cpu"),
+        h2d_bytes=700, d2h_bytes=900, tokens=24, rows=8,
+    )  # fmt: skip
+    for name in FEATURES_OF[op]:
+        scaled = FEATURES[name].scaled(work, 3.0)
+        for other in FEATURES_OF[op]:
+            factor = 3.0 if other == name else 1.0
+            assert FEATURES[other].of(scaled) == pytest.approx(factor * FEATURES[other].of(work))
+
+
+# -- files -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "here.json"
+    table().save(file)
+    return file
+
+
+def changed(path, change) -> Path:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_a_file_gives_back_what_was_saved(path):
+    again = ProfileTable.load(path)
+    assert again == table() and again.machine.source == HW.source
+    assert again.curves[1].seconds == ((1, 2), (1, 3))
+    assert again.to_json() == path.read_text()
+    odd = table(Curve(("embed",), {"gpu_bytes": (0.1, 1 / 3)}, (math.pi, 2e22 / 3), "made up"))
+    odd.save(path)
+    assert ProfileTable.load(path) == odd
+    dataclasses.replace(odd, curves=()).save(path)  # rates alone
+    assert Measured(ProfileTable.load(path)).estimate(copied(10)).provenance == "roofline"
+
+
+def test_the_file_can_be_read_by_a_person(path):
+    lines = path.read_text().splitlines()
+    assert max(map(len, lines)) < 250
+    assert '   "axes": {"h2d_bytes": [10.0, 30.0, 100.0]},' in lines
+    assert '   "seconds": [[1.0, 2.0], [1.0, 3.0]]},' in lines
+
+
+def test_a_file_cut_short_is_refused(path):
+    text = path.read_text()
+    for n in (0, 1, len(text) // 2, len(text) - 3):
+        path.write_text(text[:n])
+        with pytest.raises(InvalidInput, match=r"here\.json"):
+            CostModel.from_profile(path, hw=HW)
+    with pytest.raises(InvalidInput, match="cannot read the profile"):
+        CostModel.from_profile(path.parent / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda d: d.update(colour=1), "the file has the unknown key colour; known are format"),
+        (lambda d: d.pop("date"), "the file lacks the key date"),
+        (lambda d: d.update(format="moegen.graph/1"), "no table of measurements"),
+        (lambda d: d.update(date="yesterday"), "date must be like 2026-11-30, got 'yesterday'"),
+        (lambda d: d.update(dtype="int4"), "dtype must be one of bfloat16"),
+        (lambda d: d.update(versions={"torch": 2}), "versions must map packages"),
+        (lambda d: d.update(machine=3), "machine must hold keys"),
+        (lambda d: d["machine"].update(source=3), "machine: source must map fields to words"),
+        (lambda d: d["machine"].pop("launch_s"), "hardware key launch_s is missing"),
+        (lambda d: d["machine"].update(h2d_bytes_per_s=math.nan), "h2d_bytes_per_s must be finite"),
+        (lambda d: d["machine"].update(d2h_bytes_per_s=-1), "d2h_bytes_per_s must be finite"),
+        (lambda d: d["machine"].update(gpu_bytes_per_s=0), "gpu_bytes_per_s must be finite"),
+        (lambda d: d["peaks"].update(cache=1), "peaks has the unknown key cache"),
+        (lambda d: d["peaks"].update(gpu_bytes_per_s=-1), "peaks: gpu_bytes_per_s must be"),
+        (
+            lambda d: d["peaks"].update(gpu_bytes_per_s=150),
+            "gpu_bytes_per_s is 200, above its peak",
+        ),
+        (lambda d: d.update(curves={}), "curves must be a list"),
+        (lambda d: d["curves"].append(3), "curve 3 must hold keys"),
+        (lambda d: d["curves"].append(d["curves"][1]), "two curves are of expert"),
+        (lambda d: d["curves"][0].update(unit="s"), "curve 0 has the unknown key unit"),
+        (lambda d: d["curves"][0].pop("seconds"), "curve 0 lacks the key seconds"),
+        (lambda d: d["curves"][0].update(source=""), "copy_dense: source must say"),
+        (lambda d: d["curves"][0].update(ops=[]), "must name its ops"),
+        (lambda d: d["curves"][0].update(ops=["copy"]), "unknown op 'copy'; known are copy_rows"),
+        (lambda d: d["curves"][0].update(ops=["copy_dense", "send_qkv"]), "cannot share a curve"),
+        (lambda d: d["curves"][0].update(axes={"tokens": [1]}), "axes must be h2d_bytes"),
+        (
+            lambda d: d["curves"][0]["axes"].update(h2d_bytes=[10, 100, 30]),
+            r"copy_dense: h2d_bytes must rise, and \[2\] is 30 after 100",
+        ),
+        (
+            lambda d: d["curves"][0]["axes"].update(h2d_bytes=[0, 30, 100]),
+            r"h2d_bytes\[0\] must be",
+        ),
+        (lambda d: d["curves"][0].update(seconds=[4, 5]), "seconds must have 3 entries"),
+        (lambda d: d["curves"][0].update(seconds=[4, math.nan, 12]), r"seconds\[1\] must be a fin"),
+        (lambda d: d["curves"][0].update(seconds=[0, 5, 12]), r"seconds\[0\] must be a finite"),
+        (lambda d: d["curves"][0].update(seconds=[-4, 5, 12]), r"seconds\[0\] must be a finite"),
+        (lambda d: d["curves"][0].update(seconds=[4, "5", 12]), r"seconds\[1\] must be a finite"),
+        (
+            lambda d: d["curves"][0].update(seconds=[4, 3, 12]),
+            "copy_dense at h2d_bytes=30: 3 s, less than the 4 s at a smaller h2d_bytes",
+        ),
+        (
+            lambda d: d["curves"][1].update(seconds=[[1, 2], [1, 0.5]]),
+            "expert at tokens=8, flops_per_token=20: 0.5 s, less than the 2 s at a smaller tokens",
+        ),
+        (
+            lambda d: d["curves"][1].update(seconds=[[1, 2], [3, 2.5]]),
+            "flops_per_token=20: 2.5 s, less than the 3 s at a smaller flops_per_token",
+        ),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(path, change, says):
+    with pytest.raises(InvalidInput, match=says) as e:
+        CostModel.from_profile(changed(path, change), hw=HW)
+    assert str(path) in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("curve", "peak", "says"),
+    [
+        (
+            Curve(("copy_dense",), {"h2d_bytes": (20, 40)}, (2, 2), "made up"),
+            {"link_peak_bytes_per_s": 15.0},
+            "copy_dense at h2d_bytes=40: 2 s would be 2e-08 GB/s, above the peak of 1.5e-08 GB/s",
+        ),
+        (
+            Curve(("append_kv",), {"d2h_bytes": (40,)}, (2,), "made up"),
+            {"link_peak_bytes_per_s": 15.0},
+            "append_kv at d2h_bytes=40",
+        ),
+        (
+            Curve(("embed",), {"gpu_bytes": (900,)}, (2,), "made up"),
+            {"gpu_bytes_per_s": 400.0},
+            "embed at gpu_bytes=900: 2 s would be 4.5e-07 GB/s, above the peak of 4e-07 GB/s",
+        ),
+        (
+            Curve(
+                ("attn_cpu",),
+                {"rows": (10,), "bytes_per_row": (8,), "flops_per_byte": (2,)},
+                (((1e-11,),),),
+                "made up",
+            ),
+            {"host_bytes_per_s": 3e12},
+            "attn_cpu at rows=10, bytes_per_row=8, flops_per_byte=2",
+        ),
+        (
+            Curve(("expert",), {"tokens": (50,), "flops_per_token": (50,)}, ((2,),), "made up"),
+            {},
+            "would be 1.25e-06 GFLOP/s, above the peak of 1e-06 GFLOP/s",
+        ),
+        (
+            Curve(
+                ("attn_gpu",),
+                {"rows": (10,), "bytes_per_row": (8,), "flops_per_byte": (20,)},
+                (((1,),),),
+                "made up",
+            ),
+            {},
+            "would be 1.6e-06 GFLOP/s",
+        ),
+    ],
+)
+def test_nothing_is_faster_than_its_peak(curve, peak, says):
+    link = {k: v for k, v in peak.items() if k == "link_peak_bytes_per_s"}
+    memory = {k: v for k, v in peak.items() if k not in link}
+    with pytest.raises(InvalidInput, match=says):
+        table(curve, hw=HW.with_(**link), peaks=memory)
+    if peak:
+        table(curve)  # where no peak is known, none is exceeded
+
+
+# -- whose file it is --------------------------------------------------------------------
+
+
+def test_another_machine_is_refused_unless_told_otherwise(path):
+    with pytest.raises(InvalidInput, match="the GPU there is 'H200' and here 'RTX A5000'.*hw="):
+        CostModel.from_profile(path, hw=HardwareSpec.from_name("c2"))
+    other = CostModel.from_profile(path, hw=HardwareSpec.from_name("c2"), allow_mismatch=True)
+    assert other.seconds(copied(30)) == 5
+    assert CostModel.from_profile(path, hw=HW).hw == HW
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "same"),
+    [
+        ("H200", "NVIDIA H200", True),
+        ("NVIDIA H200", "NVIDIA H200 SXM 141 GB", True),
+        ("RTX A5000", "NVIDIA RTX A5000", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", False),
+        ("RTX A5000", "RTX A6000", False),
+        ("L4", "L40S", False),
+        ("H200", "none (CPU lanes)", False),
+    ],
+)
+def test_names_of_parts_agree_if_one_has_the_words_of_the_other(path, there, here, same):
+    changed(path, lambda d: d["machine"].update(gpu_name=there))
+    hw = HW.with_(gpu_name=here)
+    if same:
+        CostModel.from_profile(path, hw=hw)
+    else:
+        with pytest.raises(InvalidInput, match=f"GPU there is '{there}'"):
+            CostModel.from_profile(path, hw=hw)
+
+
+def test_the_number_of_cores_is_part_of_a_cpus_name(path):
+    with pytest.raises(InvalidInput, match="the CPU there is"):
+        CostModel.from_profile(path, hw=HW.with_(cpu_name="Xeon, 32 vCPU"))
+    CostModel.from_profile(path, hw=HW.with_(cpu_name="Intel(R) Xeon(R) Processor, 16 cores"))
+
+
+def test_what_was_measured_does_not_know_a_rate_that_the_caller_sets(path):
+    faster = HW.with_(h2d_bytes_per_s=20.0, host_memory_bytes=1e12)
+    with pytest.raises(InvalidInput, match=r"h2d_bytes_per_s there is 10\.0 and was set to 20\.0"):
+        CostModel.from_profile(path, hw=faster)
+    CostModel.from_profile(path, hw=HW.with_(host_memory_bytes=1e12))  # no duration rests on it
+
+
+def test_a_file_is_this_machines_by_default(path, monkeypatch):
+    with pytest.raises(InvalidInput, match="measured on another machine"):
+        CostModel.from_profile(path)
+    monkeypatch.setattr(HardwareSpec, "detect", classmethod(lambda cls: HW))
+    installed = {"torch": "2.11.0+cu130"}
+    monkeypatch.setattr(profile_table.metadata, "version", installed.__getitem__)
+    CostModel.from_profile(path)
+    installed["torch"] = "2.12.0"
+    with pytest.raises(InvalidInput, match=r"torch there is 2\.11\.0 and here 2\.12\.0"):
+        CostModel.from_profile(path)
+    CostModel.from_profile(path, versions={"torch": "2.11.0"})
+    CostModel.from_profile(path, versions={"numpy": "1"})
+    CostModel.from_profile(path, allow_mismatch=True)
+
+
+# -- the table that ships ------------------------------------------------------------------
+
+
+def test_the_h200s_table_is_by_name_and_of_the_catalogues_machine():
+    assert profiles() == ["h200"]
+    machine, hw = ProfileTable.from_name("h200").machine, HardwareSpec.from_name("h200")
+    assert {k: getattr(machine, k) for k in machine.rates} == {
+        k: getattr(hw, k) for k in machine.rates
+    }
+    cost = CostModel.from_profile("h200", hw=HardwareSpec.from_name("h200"))
+    assert repr(cost) == "CostModel.from_profile(h200, measured 2026-11-30)"
+    assert repr(CostModel.from_profile("h200")) == repr(cost)
+    with pytest.raises(InvalidInput, match="another machine"):
+        CostModel.from_profile("h200", hw=HardwareSpec.from_name("c2"))
+    with pytest.raises(InvalidInput, match="'c9' is no profile.*h200"):
+        ProfileTable.from_name("c9")
+
+
+def test_its_kernels_are_those_of_the_benchmarks_results():
+    lines = json.loads((RESULTS / "kernels.json").read_text())["lines"]
+    seconds = {x["time_s"] for x in lines}
+    curves = {op: c for c in ProfileTable.from_name("h200").curves for op in c.ops}
+    for op in ("fetch_kv", "append_kv", "recv_attn", "send_qkv", "attn_gpu"):
+        for _, at, took in curves[op].points():
+            assert took in seconds, (op, at)
+    rates = json.loads((RESULTS / "decode_bound.json").read_text())["rates_bytes_per_s"]
+    [(_, at, took)] = curves["attn_cpu"].points()
+    attention = rates["attention"]["attention"]
+    assert at["rows"] * at["bytes_per_row"] / took == pytest.approx(attention, rel=1e-3)
+
+
+def test_both_models_give_the_measured_rates_of_copies():
+    """GB/s of pinned copies of so many KiB, one at a time, on the H200 machine."""
+    roofline = CostModel.roofline(HardwareSpec.from_name("h200"))
+    for kib, rate in ((256, 11.2), (1024, 31.4), (4096, 46.7), (16384, 52.9), (65536, 55.0)):
+        t = copied(kib * 1024)
+        assert kib * 1024 / roofline.seconds(t) / 1e9 == pytest.approx(rate, rel=0.03)
+        measured = CostModel.from_profile("h200").estimate(t)
+        assert kib * 1024 / measured.seconds / 1e9 == pytest.approx(rate, rel=1e-3)
+        assert measured.provenance == "measured"
+    assert roofline.seconds(copied(4096)) == pytest.approx(23e-6)
+
+
+# -- where it shows --------------------------------------------------------------------------
+
+
+def test_provenance_reaches_frames_shares_and_captions():
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b")
+    s = mg.Strategy(B=64, b_a=32, b_e=64, s_expert=8 * model.expert_bytes, omega=0.5)
+    g = mg.build(model, s, "decode", kv_len=640)
+    timeline = mg.simulate(g, CostModel.from_profile("h200"), shared=False)
+    frame = timeline.to_frame()
+    by_op = dict(zip(frame["op"], frame["provenance"], strict=True))
+    assert by_op["copy_expert"] == "measured" and by_op["expert"] == "interpolated"
+    assert by_op["attn_cpu"] == "extrapolated" and by_op["lm_head"] == "roofline"
+    assert set(by_op.values()) <= set(Provenance)
+    shares = timeline.provenance_shares()
+    seconds = frame.groupby("provenance")["duration_s"].sum()
+    assert shares == pytest.approx((seconds / seconds.sum()).to_dict())
+    assert list(shares.values()) == sorted(shares.values(), reverse=True)
+    assert provenance_caption(shares).startswith(f"{shares['measured']:.0%} of task time measured")
+
+
+def test_captions():
+    assert provenance_caption({"measured": 0.92, "roofline": 0.08}) == (
+        "92% of task time measured, 8% roofline"
+    )
+    assert provenance_caption({"roofline": 1.0}) == "100% of task time roofline"
+    assert provenance_caption({"measured": 0.999, "roofline": 0.001}) == (
+        ">99% of task time measured, <1% roofline"
+    )
+    assert provenance_caption({}) == ""
+    idle = mg.simulate(mg.TaskGraph((task("a", "GPU", NO_WORK),), ()), CostModel.roofline(HW))
+    assert idle.provenance_shares() == {}
+
+
+def test_a_table_is_not_changed_by_who_made_it():
+    data = {"h2d_bytes": [10, 30]}
+    curve = Curve(["copy_dense"], data, [4, 5], "made up")
+    before = copy.deepcopy(curve)
+    data["h2d_bytes"].append(5)
+    assert curve == before
