@@ -256,3 +256,11 @@ def test_bytes_are_shown_in_gigabytes_and_prefill_has_its_own_limits():
     assert ax.xaxis.get_major_formatter()(30e9, 0) == "30"
     assert "best: 1,900 tokens/s at link = 50 GB/s" in texts(ax)
     assert "GPU binds" in texts(ax)
+
+
+def test_curves_of_numbers_are_in_order_and_those_of_names_as_they_come():
+    df = pd.DataFrame({"omega": [0, 0, 1, 1], "decode_tokens_per_s": [1.0, 2.0, 3.0, 4.0]})
+    for name, values, order in (("B", [9, 10] * 2, ["9", "10"]), ("hw", ["b", "a"] * 2, "ba")):
+        ax = mg.plot.throughput(df.assign(**{name: values}), hue=name)
+        labels = [t.get_text() for t in ax.get_legend().get_texts()]
+        assert labels == [f"{name} = {value}" for value in order]

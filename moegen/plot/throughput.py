@@ -74,6 +74,7 @@ def throughput(
         If a frame is empty, lacks a column, or has a value that is not a finite number.
     """
     import matplotlib.pyplot as plt
+    from pandas.api.types import is_numeric_dtype
 
     everything, df = df, without_errors(df)
     if y.startswith("prefill_") and "prefill_binds" in df:
@@ -93,9 +94,8 @@ def throughput(
         _shade(ax, [*zip(df[x], df["binds"], strict=True), *((at, _UNFIT) for at in unfit[x])])
     curves = [("predicted", df)]
     if hue is not None:
-        curves = [
-            (f"{symbol(hue)} = {value_name(hue, v)}", c) for v, c in df.groupby(hue, sort=True)
-        ]
+        several = df.groupby(hue, sort=is_numeric_dtype(df[hue]))  # names as they come
+        curves = [(f"{symbol(hue)} = {value_name(hue, value)}", part) for value, part in several]
     for i, (label, curve) in enumerate(curves):
         marker = "" if regimes and hue is not None else "o"
         colour = _LINES[i % len(_LINES)]
