@@ -79,9 +79,9 @@ class Axes:
         ),
     ] = None
 
-    def given(self) -> dict[str, list[Any]]:
+    def given(self) -> dict[str, Any]:
         """The values of what is swept, by its name in Python."""
-        found = {}
+        found: dict[str, Any] = {}
         for field in fields(self):
             text = getattr(self, field.name)
             if field.name != "vary" and text is not None:
@@ -160,7 +160,7 @@ def sweep(
     models, machines = _models(model), _machines(hw)
     rows, notes = work.read(model, models[0])
     warn(notes)
-    given = axes.given()
+    given: dict[str, Any] = axes.given()
     if len(models) > 1:
         given["model"] = models
     if len(machines) > 1:
@@ -185,7 +185,7 @@ def sweep(
     else:
         print("\n".join(_table(frame, list(given))))
     warn(frame.attrs["notes"])
-    if all(frame["error"] != ""):
+    if all(frame["error"]):
         raise Infeasible(f"no point fits; the first {frame['error'].iloc[0]}")
     if plot is not None:
         _draw(frame, several, plot)
@@ -257,12 +257,13 @@ def _require_axes(several: list[str]) -> None:
 
 
 def _draw(frame: pd.DataFrame, several: list[str], path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
     x = next(name for name in several if name not in ("model", "hw", *_TEXTS))
     hue = next((name for name in several if name != x), None)
-    mg.plot.throughput(frame, x=x, hue=hue).figure.savefig(path, dpi=150)
+    mg.plot.throughput(frame, x=x, hue=hue, ax=figure.subplots())
+    figure.savefig(path, dpi=150)
 
 
 def _plain(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -278,8 +279,9 @@ def _table(frame: pd.DataFrame, swept: list[str]) -> Iterator[str]:
     for line in (heads, *lines):
         right = [text.rjust(width) for text, width in zip(line[:-1], widths, strict=False)]
         yield "  ".join([*right, line[-1]])
-    if len(frame) > 1 and (frame["error"] == "").any():
-        best = next(p for p in _plain(frame.loc[[frame["time_s"].idxmin()]]))
+    fits = [row for row in _plain(frame) if not row["error"]]
+    if fits and len(frame) > 1:
+        best = min(fits, key=lambda row: row["time_s"])
         at = ", ".join(f"{name} {_shown(name, best[name])}" for name in swept)
         yield f"The job is done soonest, in {format_seconds(best['time_s'])}, at {at}"
 
