@@ -240,6 +240,8 @@ def test_points_that_do_not_fit_are_crosses_and_a_regime_of_their_own():
     (cross,) = [line for line in ax.lines if line.get_marker() == "x"]
     assert cross.get_xdata() == [300] and ax.get_xlim()[1] > 300
     assert "does not fit" in texts(ax) and ax.patches[-1].get_x() == pytest.approx(250)
+    ax = mg.plot.throughput(df, x="B", hue="B")
+    assert "does not fit: B = 300" in [t.get_text() for t in ax.get_legend().get_texts()]
 
 
 def test_bytes_are_shown_in_gigabytes_and_prefill_has_its_own_limits():
@@ -264,3 +266,32 @@ def test_curves_of_numbers_are_in_order_and_those_of_names_as_they_come():
         ax = mg.plot.throughput(df.assign(**{name: values}), hue=name)
         labels = [t.get_text() for t in ax.get_legend().get_texts()]
         assert labels == [f"{name} = {value}" for value in order]
+
+
+# Sensitivities.
+
+
+@pytest.mark.parametrize("by", ["op", "lane"])
+def test_sensitivities_are_shares_of_the_period(by):
+    steady = mg.steady(graph(omega=0.9), COST)
+    frame = steady.by_op if by == "op" else steady.by_lane
+    ax = mg.plot.sensitivities(steady, by=by)
+    names = [t.get_text() for t in ax.get_yticklabels()]
+    assert names[-1] == "all others"
+    for name, bar in zip(names[:-1], ax.patches, strict=False):
+        assert bar.get_width() == pytest.approx(frame.loc[name, "share"]) and bar.get_width() > 0
+    assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(1, abs=0.02)
+    assert ax.get_xlabel().endswith("shorter by so many %")
+
+
+def test_a_slot_that_helps_is_named_with_its_price():
+    few = graph("deepseek-v2-lite", omega=1.0)
+    steady = mg.steady(few, COST)
+    ax = mg.plot.sensitivities(steady, by="slot")
+    gains = steady.by_slot["gain_s"]
+    helps = gains[gains > 0]
+    labels = [t.get_text().split(",")[0] for t in ax.get_yticklabels()]
+    assert len(helps) and labels[:-1] == list(helps.index)
+    assert ax.patches[0].get_width() == pytest.approx(1e3 * helps.iloc[0])
+    with pytest.raises(mg.InvalidInput, match='by must be "op", "lane" or "slot", got \'task\''):
+        mg.plot.sensitivities(steady, by="task")

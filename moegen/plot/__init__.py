@@ -3,6 +3,7 @@
 from moegen.plot.dag import layer_dag
 from moegen.plot.gantt import gantt, predicted_and_measured
 from moegen.plot.pareto import frontier, pareto
+from moegen.plot.sensitivity import sensitivities
 from moegen.plot.style import COLOURS
 from moegen.plot.throughput import throughput
 from moegen.plot.usage import traffic, utilization
@@ -14,6 +15,7 @@ __all__ = [
     "layer_dag",
     "pareto",
     "predicted_and_measured",
+    "sensitivities",
     "throughput",
     "traffic",
     "utilization",

@@ -89,7 +89,7 @@ def throughput(
     unfit = everything[~everything.index.isin(df.index)]
     regimes = "binds" in df.columns
     if len(unfit):
-        _mark_unfit(ax, unfit[x].tolist())
+        _mark_unfit(ax, unfit[x].tolist(), _unfit_label(unfit, hue))
     if regimes and hue is None:
         _shade(ax, [*zip(df[x], df["binds"], strict=True), *((at, _UNFIT) for at in unfit[x])])
     curves = [("predicted", df)]
@@ -128,11 +128,18 @@ def _set_limits(ax: Axes, frames: Sequence[pd.DataFrame], x: str, y: str) -> Non
     ax.set_ylim(0, 1.25 * max(float(np.max(frame[y])) for frame in frames) or 1.0)
 
 
-def _mark_unfit(ax: Axes, xs: Sequence[float]) -> None:
+def _unfit_label(unfit: pd.DataFrame, hue: str | None) -> str:
+    if hue is None:
+        return _UNFIT
+    values = dict.fromkeys(value_name(hue, value) for value in unfit[hue])
+    return f"{_UNFIT}: {symbol(hue)} = {', '.join(values)}"
+
+
+def _mark_unfit(ax: Axes, xs: Sequence[float], label: str) -> None:
     left, right = ax.get_xlim()
     margin = 0.03 * (right - left)
     ax.set_xlim(min(left, min(xs) - margin), max(right, max(xs) + margin))
-    ax.plot(xs, [0.0] * len(xs), "x", color="#a93226", ms=7, mew=2, clip_on=False, label=_UNFIT)
+    ax.plot(xs, [0.0] * len(xs), "x", color="#a93226", ms=7, mew=2, clip_on=False, label=label)
 
 
 def _name(binds: str) -> str:
