@@ -80,7 +80,7 @@ def _tasks(steady: Steady, by: str) -> tuple[list[str], list[float], list[str], 
 
 
 def _slots(steady: Steady) -> tuple[list[str], list[float], list[str], list[str]]:
-    frame = steady.by_slot
+    frame: Any = steady.by_slot
     names, values, notes = [], [], []
     for name, row in frame[frame["gain_s"] > 0].iterrows():
         names.append(f"{name}, {row['slots']} so far")

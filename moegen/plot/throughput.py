@@ -86,7 +86,7 @@ def throughput(
         _, ax = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     df = df.sort_values(x, kind="stable")
     _set_limits(ax, [df] if measured is None else [df, measured], x, y)
-    unfit = everything[~everything.index.isin(df.index)]
+    unfit = everything.loc[~everything.index.isin(df.index)]
     regimes = "binds" in df.columns
     if len(unfit):
         _mark_unfit(ax, unfit[x].tolist(), _unfit_label(unfit, hue))

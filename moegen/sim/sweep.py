@@ -140,6 +140,7 @@ def _evaluate(point: Point) -> dict[str, Any]:
     except InvalidInput as error:
         at = ", ".join(f"{name} {value}" for name, value in point.shown.items())
         raise InvalidInput(f"{error} (at {at})") from error
+    assert found.binds is not None and found.bound_share is not None
     known = {name: getattr(found, name) for name in RESULTS}
     known |= found.decode.to_dict()
     for prefix, phase in (("", "decode"), ("prefill_", "prefill")):
