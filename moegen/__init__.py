@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.bounds import bound_s, critical_path_s
     from moegen.sim.cost import CostModel
     from moegen.sim.engine import simulate
+    from moegen.sim.steady import steady
     from moegen.sim.sweep import sweep
     from moegen.timeline import Timeline
 
@@ -65,6 +66,7 @@ __all__ = [
     "memory",
     "plot",
     "simulate",
+    "steady",
     "sweep",
     "tokens_per_joule",
     "tokens_per_usd",
@@ -100,6 +102,7 @@ _HOME = {
     "critical_path_s": "moegen.sim.bounds",
     "memory": "moegen.graph.memory",
     "simulate": "moegen.sim.engine",
+    "steady": "moegen.sim.steady",
     "sweep": "moegen.sim.sweep",
     "tokens_per_joule": "moegen.economics",
     "tokens_per_usd": "moegen.economics",

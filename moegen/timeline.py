@@ -85,9 +85,7 @@ class Timeline:
         if len(set(self.ids)) != n:
             raise InvalidInput("a task appears twice in the timeline")
         one_step = graph.n_steps == 1
-        self.tasks: tuple[Task, ...] = tuple(
-            self._task(i._replace(step=0) if one_step else i) for i in self.ids
-        )
+        self.tasks = tuple(self._task(i._replace(step=0) if one_step else i) for i in self.ids)
         self.start_s = _column(start_s, n, "start_s")
         self.end_s = _column(end_s, n, "end_s")
         for i in np.flatnonzero(self.end_s < self.start_s)[:1]:
@@ -106,6 +104,40 @@ class Timeline:
             raise InvalidInput(f"provenance has {len(self.provenance)} entries for {n} tasks")
         if ready_s is not None:
             self.ready_s = _column(ready_s, n, "ready_s")
+
+    @classmethod
+    def of_steps(
+        cls,
+        graph: TaskGraph,
+        start_s: Sequence[float],
+        end_s: Sequence[float],
+        *,
+        provenance: Sequence[str],
+        meta: Mapping[str, Any],
+    ) -> Timeline:
+        """Simulated times of every task of ``graph``, in program order, step after step.
+
+        Not checked, as a simulator's need not be; ids are made when somebody asks for them.
+        """
+        timeline = object.__new__(cls)
+        timeline.graph, timeline.source, timeline.meta = graph, "simulated", dict(meta)
+        timeline.start_s, timeline.end_s = np.array(start_s), np.array(end_s)
+        timeline.tokens_actual = np.full(len(timeline.start_s), np.nan)
+        timeline.provenance = tuple(provenance)
+        return timeline
+
+    @cached_property
+    def ids(self) -> tuple[TaskId, ...]:
+        """The task of each entry, with its step."""
+        ids = tuple(t.id for t in self.graph.tasks)
+        more = range(1, self.start_s.size // max(1, len(ids)))
+        return ids + tuple(i._replace(step=k) for k in more for i in ids)
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """The graph's task of each entry."""
+        n = len(self.graph)
+        return self.graph.tasks * (self.start_s.size // n if n else 0)
 
     def _task(self, task_id: TaskId) -> Task:
         if task_id not in self.graph:

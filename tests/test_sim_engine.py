@@ -12,7 +12,8 @@ from moegen.errors import DeadlockError, GraphError, InvalidInput
 from moegen.graph.task import TaskGraph
 from moegen.sim.bounds import critical_path_s
 from moegen.sim.cost import CostModel
-from moegen.sim.engine import max_min_speeds, simulate
+from moegen.sim.engine import simulate
+from moegen.sim.sharing import fair_speeds
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -151,10 +152,11 @@ def test_copies_and_cpu_attention_share_host_memory():
     roomy = run(20)
     assert roomy["attn"] == (0.0, pytest.approx(1.2, rel=1e-12))
     assert roomy["copy"] == roomy["fetch"] == (0.0, 2.0)
-    # 15 units for the 32 that all three want: memory stops everyone at 15/32 of full speed.
+    # 15 units for the 32 that all three want: memory gives 5 to each, as does the link. At 2 s
+    # the copies are through, attention has had 10 of its 12, and takes the rest at full speed.
     tight = run(15)
-    for end in (tight["attn"][1], tight["copy"][1], tight["fetch"][1]):
-        assert end == pytest.approx(32 / 15, rel=1e-12)
+    assert tight["copy"] == tight["fetch"] == (0.0, 2.0)
+    assert tight["attn"] == (0.0, pytest.approx(2 + 2 / 12, rel=1e-12))
 
 
 def test_a_link_gives_less_each_way_while_both_directions_are_used():
@@ -192,7 +194,7 @@ def test_a_task_alone_takes_its_seconds_even_when_they_beat_the_nominal_rate():
 def test_max_min_fills_the_narrowest_resource_first():
     # r stops the first two at 1/4; the second leaves s 10 - 2.5, so the third stops at 3/4.
     loads = [{"r": 20.0}, {"r": 20.0, "s": 10.0}, {"s": 10.0}, {}]
-    assert max_min_speeds(loads, {"r": 10.0, "s": 10.0}) == [0.25, 0.25, 0.75, 1.0]
+    assert fair_speeds(loads, {"r": 10.0, "s": 10.0}) == [0.25, 0.25, 0.75, 1.0]
 
 
 # What must not pass.

@@ -124,6 +124,34 @@ def _buffer_edges(
                         yield Edge(u.id, w.id, Reason(EdgeKind.BUFFER, 0, ring.name))
 
 
+def with_slots(g: TaskGraph, buffer: str, slots: int) -> TaskGraph:
+    """The graph of a step with so many slots in one ring: only its BUFFER edges change.
+
+    Raises
+    ------
+    GraphError
+        If the graph is unrolled or has no such ring, or a step does not use so many slots.
+    """
+    if g.n_steps != 1:
+        raise GraphError("slots are those of a step: change them before unrolling it")
+    if buffer not in g.rings:
+        raise GraphError(f"no ring is called {buffer!r}: there are {', '.join(sorted(g.rings))}")
+    ring = replace(g.rings[buffer], slots=whole(slots, "slots", at_least=1))
+    sides: list[dict[tuple[str, int], list[Task]]] = [defaultdict(list) for _ in range(3)]
+    readers, readers_after, writers = sides
+    for t in g.tasks:
+        for v in t.writes:
+            if v.buffer == buffer:
+                writers[buffer, v.index].append(t)
+        for v in t.reads:
+            if v.buffer == buffer:
+                (readers_after if v.distance else readers)[buffer, v.index].append(t)
+    kept = [e for e in g.edges if (e.reason.kind, e.reason.buffer) != (EdgeKind.BUFFER, buffer)]
+    changed = _buffer_edges(readers, readers_after, writers, {buffer: ring})
+    edges = (*kept, *dict.fromkeys(changed))
+    return replace(g, edges=edges, rings={**g.rings, buffer: ring})
+
+
 def _lane_edges(tasks: Sequence[Task]) -> Iterable[Edge]:
     queues: dict[Lane, list[Task]] = defaultdict(list)
     for t in tasks:

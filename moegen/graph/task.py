@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import networkx as nx
 
 from moegen.errors import GraphError
+from moegen.graph.structure import Structure
 
 if TYPE_CHECKING:
     from moegen.graph.model import ModelSpec, Phase
@@ -200,21 +201,6 @@ class Layout:
         return self.parts[m]
 
 
-def _acyclic(followers: Sequence[Sequence[int]]) -> bool:
-    """Whether every node comes up when each waits for those it follows (Kahn)."""
-    waits_for = [0] * len(followers)
-    for nodes in followers:
-        for v in nodes:
-            waits_for[v] += 1
-    ready = [u for u, n in enumerate(waits_for) if n == 0]
-    for u in ready:  # grows as it goes
-        for v in followers[u]:
-            waits_for[v] -= 1
-            if waits_for[v] == 0:
-                ready.append(v)
-    return len(ready) == len(followers)
-
-
 @dataclass(frozen=True, eq=False)
 class TaskGraph:
     """One whole step, or several unrolled ones: tasks in program order and typed edges.
@@ -233,6 +219,11 @@ class TaskGraph:
         What the graph was built from; None for graphs made by hand.
     n_steps : int
         1 for a step's structure, n after ``unroll(n)``.
+
+    Attributes
+    ----------
+    structure : Structure
+        Edges and lanes in positions of tasks; the same object for every shape that is bound.
     """
 
     tasks: tuple[Task, ...]
@@ -244,6 +235,7 @@ class TaskGraph:
     layout: Layout | None = None
     shape: Shape | None = None
     n_steps: int = 1
+    structure: Structure = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tasks", tuple(self.tasks))
@@ -252,15 +244,21 @@ class TaskGraph:
         position = {t.id: i for i, t in enumerate(self.tasks)}
         if len(position) != len(self.tasks):
             raise GraphError("two tasks of the graph have the same TaskId")
-        followers: list[list[int]] = [[] for _ in self.tasks]
+        pairs: list[tuple[int, int, int]] = []
         for src, dst, reason in self.edges:
-            if src not in position or dst not in position:
+            u, v, distance = position.get(src), position.get(dst), reason.distance
+            if u is None or v is None:
                 raise GraphError(f"edge {src} -> {dst} names a task the graph does not have")
-            if reason.distance == 0:
-                followers[position[src]].append(position[dst])
-            elif reason.distance != 1:
-                raise GraphError(f"edge {src} -> {dst} spans {reason.distance} steps")
-        if not _acyclic(followers):
+            if distance not in (0, 1):
+                raise GraphError(f"edge {src} -> {dst} spans {distance} steps")
+            pairs.append((u, v, distance))
+        lanes = {lane: number for number, lane in enumerate(Lane)}
+        structure = Structure(tuple(lanes[t.lane] for t in self.tasks), tuple(pairs))
+        object.__setattr__(self, "structure", structure)
+        # Tasks that never run wait for each other. Where only the order of a lane makes it so,
+        # running the graph explains the deadlock.
+        never_run = len(structure.order) < len(self.tasks)
+        if never_run and not nx.is_directed_acyclic_graph(self.step_dag):
             cycle = nx.find_cycle(self.step_dag)
             raise GraphError("tasks wait for each other: " + " -> ".join(str(u) for u, _ in cycle))
 
@@ -287,6 +285,27 @@ class TaskGraph:
     @cached_property
     def _by_id(self) -> dict[TaskId, Task]:
         return {t.id: t for t in self.tasks}
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Task, ...], tuple[int, ...]]:
+        """One task of each kind, and each task's kind, shape [n].
+
+        Tasks are of one kind if op, lane and work are the same: most layers are alike.
+        """
+        works: dict[Work | None, int] = {}
+        seen: dict[int, int] = {}  # by identity: hashing work takes longer than all the rest
+        numbers: dict[tuple[str, Lane, int], int] = {}
+        examples: list[Task] = []
+        of = []
+        for t in self.tasks:
+            work = seen.get(id(t.work))
+            if work is None:
+                work = seen[id(t.work)] = works.setdefault(t.work, len(works))
+            number = numbers.setdefault((t.id.op, t.lane, work), len(examples))
+            if number == len(examples):
+                examples.append(t)
+            of.append(number)
+        return tuple(examples), tuple(of)
 
     @cached_property
     def lanes(self) -> Mapping[Lane, tuple[Task, ...]]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import simpy
+from simpy.events import EventPriority
 
 from moegen.errors import DeadlockError, InvalidInput
-from moegen.graph.task import Lane, Task, TaskGraph, TaskId
+from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel
+from moegen.sim.sharing import fair_speeds
 from moegen.timeline import Timeline, incoming
 
-# Two loads that add up to a capacity may exceed it by rounding: that is no contention.
-_ROUNDING = 1e-12
+# Begins the task at a position at a time; the event's value is when it ends.
+_Begin = Callable[[int, float], simpy.Event]
+# Of events at one moment simpy takes those of low numbers first: 0 urgent, 1 normal.
+_AFTER_ALL_ELSE = EventPriority(2)
+_NONE = -1
 
 
 def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True) -> Timeline:
@@ -35,8 +38,9 @@ def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True)
         How many times to repeat a step.
     shared : bool
         True: tasks that run at the same time share the link, the host's memory and so on,
-        max-min fair in their speed; a task alone takes exactly its seconds. False: nobody
-        disturbs anybody, and the makespan is the longest path of Eq. 4 to the last digit.
+        max-min fair in what each gets of them (see `moegen.sim.sharing`); a task alone takes
+        exactly its seconds. False: nobody disturbs anybody, and the makespan is the longest
+        path of Eq. 4 to the last digit.
 
     Returns
     -------
@@ -49,27 +53,21 @@ def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True)
     DeadlockError
         If some task never ends. The message names each lane's head and what it waits for.
     """
-    tasks = in_steps(g, steps)
-    costs = {t.id: _estimate(cost, t) for t in tasks}
-    waits = {t.id: _distinct(e.src for e in incoming(g, t.id)) for t in tasks}
-    lanes: dict[Lane, list[Task]] = {}
-    for t in tasks:
-        lanes.setdefault(t.lane, []).append(t)
-    start_s, end_s = _Run(costs, waits, cost if shared else None)(lanes)
-    ids = [t.id for t in tasks]
-    return Timeline(
+    repeats = count_steps(g, steps)
+    costs, kinds = estimates(g, cost, repeats)
+    run = _Run(g, repeats, costs, kinds, cost if shared else None)
+    run()
+    return Timeline.of_steps(
         g,
-        ids,
-        [start_s[i] for i in ids],
-        [end_s[i] for i in ids],
-        source="simulated",
-        provenance=[costs[i].provenance for i in ids],
+        run.start_s,
+        run.end_s,
+        provenance=[costs[k].provenance for k in kinds],
         meta={"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)},
     )
 
 
-def in_steps(g: TaskGraph, steps: int) -> tuple[Task, ...]:
-    """The tasks of ``g`` repeated ``steps`` times, in program order, each with its step.
+def count_steps(g: TaskGraph, steps: int) -> int:
+    """How often the tasks of ``g`` are run for ``steps`` steps.
 
     Raises
     ------
@@ -83,172 +81,44 @@ def in_steps(g: TaskGraph, steps: int) -> tuple[Task, ...]:
             f"the graph is unrolled to {g.n_steps} steps already and cannot be run for {steps}: "
             f"pass the graph of one step"
         )
-    if g.n_steps > 1 or steps == 1:
-        return g.tasks
-    return tuple(replace(t, id=t.id._replace(step=k)) for k in range(steps) for t in g)
+    return steps if g.n_steps == 1 else 1
 
 
-def max_min_speeds(
-    loads: Sequence[Mapping[str, float]], capacities: Mapping[str, float]
-) -> list[float]:
-    """Max-min fair speeds of tasks that share resources, by progressive filling.
+def in_steps(g: TaskGraph, steps: int) -> tuple[Task, ...]:
+    """The tasks of ``g`` repeated ``steps`` times, in program order, each with its step.
 
-    All speeds rise together; when a resource is full, those who draw on it stay where they
-    are and the others go on, up to full speed.
-
-    Parameters
-    ----------
-    loads : sequence of mapping
-        Units per second that each task draws at speed 1, by resource.
-    capacities : mapping
-        Units per second of each resource.
-
-    Returns
-    -------
-    list of float
-        One speed in (0, 1] a task.
+    Raises
+    ------
+    InvalidInput
+        As :func:`count_steps`.
     """
-    speeds = [1.0] * len(loads)
-    rising = set(range(len(loads)))
-    free = dict(capacities)
-    level = 0.0
-    while rising:
-        fullest, full_at = None, 1.0 - _ROUNDING
-        for name, left in free.items():
-            drawn = sum(loads[i].get(name, 0.0) for i in rising)
-            if drawn > 0 and left / drawn < full_at:
-                fullest, full_at = name, left / drawn
-        if fullest is None:
-            break
-        level = max(level, full_at)  # rounding must not let a later level fall below an earlier
-        stopped = [i for i in sorted(rising) if loads[i].get(fullest, 0.0) > 0]
-        for i in stopped:
-            speeds[i] = level
-            for name, load in loads[i].items():
-                free[name] -= level * load
-        rising.difference_update(stopped)
-    return speeds
+    repeats = count_steps(g, steps)
+    if repeats == 1:
+        return g.tasks
+    return tuple(replace(t, id=t.id._replace(step=k)) for k in range(repeats) for t in g)
 
 
-class _Flow:
-    """A task that runs: what is left of it, and how fast it goes since when."""
+def estimates(g: TaskGraph, cost: CostModel, repeats: int) -> tuple[list[Cost], Sequence[int]]:
+    """What tasks cost: one estimate of each kind, and the kind of each task of each step.
 
-    __slots__ = ("loads", "remaining_s", "since_s", "speed", "timer", "done")
-
-    def __init__(self, seconds: float, loads: Mapping[str, float], done: simpy.Event) -> None:
-        self.loads = loads
-        self.remaining_s = seconds  # at `since_s`, in seconds at full speed
-        self.since_s = 0.0
-        self.speed = 0.0
-        self.timer: simpy.Event | None = None
-        self.done = done
-
-
-class _Fluid:
-    """The tasks that run now, sharing resources. Speeds change only when this set does."""
-
-    def __init__(self, env: simpy.Environment, cost: CostModel) -> None:
-        self._env = env
-        self._cost = cost
-        self._running: list[_Flow] = []
-
-    def start(self, cost: Cost) -> simpy.Event:
-        """Begin a task; the event fires when it is through."""
-        flow = _Flow(cost.seconds, self._cost.loads(cost), self._env.event())
-        self._running.append(flow)
-        self._share()
-        return flow.done
-
-    def _share(self) -> None:
-        in_use = {name for flow in self._running for name in flow.loads}
-        speeds = max_min_speeds([f.loads for f in self._running], self._cost.capacities(in_use))
-        now = self._env.now
-        for flow, speed in zip(self._running, speeds, strict=True):
-            if speed == flow.speed:
-                continue  # its timer stands: a task never slowed ends at start + seconds exactly
-            left = flow.remaining_s - flow.speed * (now - flow.since_s)
-            flow.remaining_s, flow.since_s, flow.speed = max(0.0, left), now, speed
-            flow.timer = self._env.timeout(flow.remaining_s / speed)
-            flow.timer.callbacks.append(partial(self._ring, flow))
-
-    def _ring(self, flow: _Flow, timer: simpy.Event) -> None:
-        if timer is not flow.timer:
-            return  # its speed changed since this timer was set
-        self._running.remove(flow)
-        flow.done.succeed()
-        self._share()
-
-
-class _Run:
-    """One simulation: a process a lane, an event a task."""
-
-    def __init__(
-        self,
-        costs: Mapping[TaskId, Cost],
-        waits: Mapping[TaskId, Sequence[TaskId]],
-        sharing: CostModel | None,
-    ) -> None:
-        self._env = simpy.Environment()
-        self._costs = costs
-        self._waits = waits
-        self._fluid = _Fluid(self._env, sharing) if sharing is not None else None
-        self._ended = {task_id: self._env.event() for task_id in costs}
-        self._start_s: dict[TaskId, float] = {}
-        self._end_s: dict[TaskId, float] = {}
-
-    def __call__(
-        self, lanes: Mapping[Lane, Sequence[Task]]
-    ) -> tuple[dict[TaskId, float], dict[TaskId, float]]:
-        for queue in lanes.values():
-            self._env.process(self._lane(queue))
-        self._env.run()
-        if len(self._end_s) < len(self._costs):  # simpy returns normally when all processes wait
-            raise DeadlockError(self._stalled(lanes))
-        return self._start_s, self._end_s
-
-    def _lane(self, queue: Sequence[Task]) -> Generator[simpy.Event, Any, None]:
-        # No simpy.Resource: it serves in the order of requests, a lane in program order.
-        for task in queue:
-            for other in self._waits[task.id]:
-                if not self._ended[other].processed:
-                    yield self._ended[other]
-            cost = self._costs[task.id]
-            self._start_s[task.id] = self._env.now
-            if self._fluid is None:
-                yield self._env.timeout(cost.seconds)
-            elif cost.seconds > 0:
-                yield self._fluid.start(cost)
-            self._end_s[task.id] = self._env.now
-            self._ended[task.id].succeed()
-
-    def _stalled(self, lanes: Mapping[Lane, Sequence[Task]]) -> str:
-        left = len(self._costs) - len(self._end_s)
-        lines = [f"{left} of {len(self._costs)} tasks never end:"]
-        for lane, queue in lanes.items():
-            waiting = [t.id for t in queue if t.id not in self._end_s]
-            if not waiting:
-                continue
-            head, *behind = waiting
-            if head in self._start_s:
-                why = "started and did not end"
-            else:
-                for_ = [str(i) for i in self._waits[head] if i not in self._end_s]
-                why = "waits for " + ", ".join(for_)
-            line = f"  {lane}: {head} {why}"
-            if behind:
-                line += f"; behind it {_few(behind)}"
-            lines.append(line)
-        lines.append("Check the order of the tasks in each lane against the edges.")
-        return "\n".join(lines)
-
-
-def _few(ids: Sequence[TaskId], n: int = 4) -> str:
-    named = ", ".join(str(i) for i in ids[:n])
-    return named if len(ids) <= n else f"{named} and {len(ids) - n} more"
-
-
-def _distinct(ids: Iterable[TaskId]) -> tuple[TaskId, ...]:
-    return tuple(dict.fromkeys(ids))
+    Raises
+    ------
+    InvalidInput
+        If a duration is NaN, infinite or negative.
+    """
+    if cost.by_work:
+        examples, kinds = g.kinds
+        return [_estimate(cost, t) for t in examples], kinds * repeats
+    costs: list[Cost] = []
+    numbers: dict[int, int] = {}  # of one object, for as long as it is kept
+    kinds = []
+    for t in in_steps(g, repeats):
+        estimate = _estimate(cost, t)
+        kind = numbers.setdefault(id(estimate), len(costs))
+        if kind == len(costs):
+            costs.append(estimate)
+        kinds.append(kind)
+    return costs, kinds
 
 
 def _estimate(cost: CostModel, task: Task) -> Cost:
@@ -260,3 +130,221 @@ def _estimate(cost: CostModel, task: Task) -> Cost:
             f"not negative"
         )
     return estimate
+
+
+class _Run:
+    """One simulation: a process a lane, an event a task.
+
+    Tasks are numbered by position, those of step k from ``k * n``.
+    """
+
+    def __init__(
+        self,
+        g: TaskGraph,
+        repeats: int,
+        costs: Sequence[Cost],
+        kinds: Sequence[int],
+        sharing: CostModel | None,
+    ) -> None:
+        self._g, self._repeats, self._costs, self._kinds = g, repeats, costs, kinds
+        self._seconds = [costs[k].seconds for k in kinds]
+        self._env = simpy.Environment()
+        total = len(self._seconds)
+        self.start_s: list[float] = [math.nan] * total
+        self.end_s: list[float] = [math.nan] * total
+        self._ended = bytearray(total)
+        # Whoever waits for a task waits for the event that ends it, or for one of its own
+        # where the task has not begun.
+        self._running: list[simpy.Event | None] = [None] * total
+        self._awaited: dict[int, simpy.Event] = {}
+        self._fluid = None
+        if sharing is not None:
+            lane_of = g.structure.lane_of * repeats
+            self._fluid = _Fluid(self._env, sharing, costs, kinds, lane_of)
+
+    def __call__(self) -> None:
+        begin = self._alone if self._fluid is None else self._fluid.begin
+        for queue in self._g.structure.lanes:
+            self._env.process(self._lane(queue, begin))
+        self._env.run()
+        if not all(self._ended):  # simpy returns normally when all processes wait
+            raise DeadlockError(self._stalled())
+
+    def _alone(self, at: int, now: float) -> simpy.Event:
+        seconds = self._seconds[at]
+        return simpy.Timeout(self._env, seconds, now + seconds)
+
+    def _lane(self, queue: Sequence[int], begin: _Begin) -> Generator[simpy.Event, float, None]:
+        # No simpy.Resource: it serves in the order of requests, a lane in program order.
+        structure = self._g.structure
+        seconds, start_s, end_s = self._seconds, self.start_s, self.end_s
+        ended, running, awaited = self._ended, self._running, self._awaited
+        waits, now = structure.first, 0.0
+        for step in range(self._repeats):
+            if step:
+                waits = structure.later
+            base = step * structure.n
+            for position in queue:
+                for other in waits[position]:
+                    other += base
+                    if not ended[other]:
+                        event = running[other]
+                        if event is None:
+                            event = awaited.get(other)
+                            if event is None:
+                                event = awaited[other] = simpy.Event(self._env)
+                        now = yield event
+                at = base + position
+                start_s[at] = now
+                if seconds[at] > 0:
+                    event = running[at] = begin(at, now)
+                    now = yield event
+                end_s[at] = now
+                ended[at] = 1
+                if at in awaited:
+                    awaited.pop(at).succeed(now)
+
+    def _stalled(self) -> str:
+        g, tasks = self._g, in_steps(self._g, self._repeats)
+        ended = {t.id for t, over in zip(tasks, self._ended, strict=True) if over}
+        started = {t.id for t, at_s in zip(tasks, self.start_s, strict=True) if at_s == at_s}
+        left = len(tasks) - len(ended)
+        lines = [f"{left} of {len(tasks)} tasks never end:"]
+        for lane in g.lanes:
+            waiting = [t.id for t in tasks if t.lane is lane and t.id not in ended]
+            if not waiting:
+                continue
+            head, *behind = waiting
+            if head in started:
+                why = "started and did not end"
+            else:
+                before = dict.fromkeys(e.src for e in incoming(g, head))
+                why = "waits for " + ", ".join(str(i) for i in before if i not in ended)
+            line = f"  {lane}: {head} {why}"
+            if behind:
+                line += f"; behind it {_few(behind)}"
+            lines.append(line)
+        lines.append("Check the order of the tasks in each lane against the edges.")
+        return "\n".join(lines)
+
+
+class _Flow:
+    """What runs on a lane: what is left of it, and how fast it goes since when."""
+
+    __slots__ = ("end_s", "ends", "left_s", "since_s", "speed")
+
+    ends: simpy.Event
+
+    def __init__(self) -> None:
+        self.left_s = 0.0  # at `since_s`, in seconds at full speed
+        self.since_s = 0.0
+        self.speed = 0.0
+        self.end_s = math.inf  # if speeds stay as they are
+
+
+class _Fluid:
+    """The tasks that run now, sharing resources.
+
+    Speeds change only when this set does, and it changes only when a task ends: then others
+    begin at the same moment, and once all have, speeds are set and the next end is known.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        cost: CostModel,
+        costs: Sequence[Cost],
+        kinds: Sequence[int],
+        lane_of: Sequence[int],
+    ) -> None:
+        self._env, self._cost, self._costs, self._kinds = env, cost, costs, kinds
+        self._seconds = [c.seconds for c in costs]
+        self._lane_of = lane_of
+        self._now = 0.0
+        # A lane runs one task at a time, so its place tells which; _NONE where it runs none.
+        n_lanes = max(lane_of, default=-1) + 1
+        self._flows = [_Flow() for _ in range(n_lanes)]
+        self._running = [_NONE] * n_lanes
+        self._speeds: dict[tuple[int, ...], list[float]] = {}
+        # Kinds that draw alike go at the same speeds, however long they take.
+        self._draw_of: list[int] = [_NONE] * len(costs)
+        self._draws: dict[tuple[tuple[str, float], ...], int] = {}
+        self._settle_last(0.0)
+
+    def begin(self, at: int, now: float) -> simpy.Event:
+        """Begin a task; the event fires when it is through."""
+        kind, lane = self._kinds[at], self._lane_of[at]
+        draw = self._draw_of[kind]
+        if draw == _NONE:
+            draw = self._draw_of[kind] = self._draw(kind)
+        self._running[lane] = draw
+        flow = self._flows[lane]
+        flow.left_s, flow.since_s, flow.speed = self._seconds[kind], now, 0.0
+        flow.end_s = math.inf
+        flow.ends = event = simpy.Event(self._env)
+        return event
+
+    def _settle_last(self, delay_s: float) -> None:
+        """Settle so much later, when nothing else is left to happen at that moment."""
+        event = simpy.Event(self._env)
+        event._ok, event._value = True, None
+        event.callbacks.append(self._settle)
+        self._env.schedule(event, _AFTER_ALL_ELSE, delay_s)
+
+    def _ended(self, _: simpy.Event) -> None:
+        # The lanes that the end sets going have begun their next tasks by now, unless they
+        # wait for events of this moment that are still to come.
+        if self._env.peek() <= self._env.now:
+            self._settle_last(0.0)
+        else:
+            self._settle()
+
+    def _settle(self, _: simpy.Event | None = None) -> None:
+        """Set all speeds, and let the tasks that end next do so."""
+        now, running = self._now, self._running
+        draws = tuple(running)
+        speeds = self._speeds.get(draws)
+        if speeds is None:
+            speeds = self._speeds[draws] = self._share(draws)
+        following, last = math.inf, []
+        for flow, speed in zip(self._flows, speeds, strict=True):
+            if not speed:
+                continue
+            if speed != flow.speed:  # a task never slowed ends at start + seconds exactly
+                left_s = flow.left_s - flow.speed * (now - flow.since_s)
+                flow.left_s, flow.since_s, flow.speed = max(0.0, left_s), now, speed
+                flow.end_s = now + flow.left_s / speed
+            if flow.end_s < following:
+                following, last = flow.end_s, [flow]
+            elif flow.end_s == following:
+                last.append(flow)
+        if not last:
+            return
+        self._now = following
+        for flow in last:
+            running[self._flows.index(flow)] = _NONE
+            ends = flow.ends
+            ends._ok, ends._value = True, following  # as a Timeout does
+            self._env.schedule(ends, delay=following - now)
+        if len(last) == 1:  # by then all who wait for it have joined its callbacks
+            last[0].ends.callbacks.append(self._ended)
+        else:
+            self._settle_last(following - now)
+
+    def _draw(self, kind: int) -> int:
+        """The number of what a kind of task draws on the resources."""
+        loads = self._cost.loads(self._costs[kind])
+        return self._draws.setdefault(tuple(loads.items()), len(self._draws))
+
+    def _share(self, draws: Sequence[int]) -> list[float]:
+        """The speed of what runs on each lane, 0 where nothing does."""
+        known = list(self._draws)
+        loads = [dict(known[draw]) for draw in draws if draw != _NONE]
+        in_use = {name for load in loads for name in load}
+        speeds = iter(fair_speeds(loads, self._cost.capacities(in_use)))
+        return [0.0 if draw == _NONE else next(speeds) for draw in draws]
+
+
+def _few(ids: Sequence[TaskId], n: int = 4) -> str:
+    named = ", ".join(str(i) for i in ids[:n])
+    return named if len(ids) <= n else f"{named} and {len(ids) - n} more"

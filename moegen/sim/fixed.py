@@ -27,6 +27,7 @@ class Fixed(CostModel):
         }
         self._demands = dict(demands)
         self._provenance = provenance
+        self._costs: dict[tuple[TaskId | str, TaskId | str | None], Cost] = {}
         for name, rate in capacities.items():
             number(rate, f"the capacity of {name}", above=0)
         asked = {r for d in self._demands.values() for r in d}
@@ -43,21 +44,27 @@ class Fixed(CostModel):
         return self._duplex if "h2d" in in_use and "d2h" in in_use else self._full
 
     def estimate(self, task: Task) -> Cost:
-        seconds = _lookup(self._durations, task.id)
-        if seconds is None:
+        given, drawn = _key(self._durations, task.id), _key(self._demands, task.id)
+        if given is None:
             if task.work is not None and task.work.empty:
                 return Cost(0.0, self._provenance)
             raise InvalidInput(
                 f"no duration is given for {task.id}: give one for its id or its op {task.id.op!r}"
             )
-        return Cost(seconds, self._provenance, _lookup(self._demands, task.id) or {})
+        if (given, drawn) not in self._costs:
+            demands = {} if drawn is None else self._demands[drawn]
+            cost = Cost(self._durations[given], self._provenance, demands)
+            self._costs[given, drawn] = cost
+        return self._costs[given, drawn]
 
 
-def _lookup(table: Mapping[TaskId | str, Any], task_id: TaskId) -> Any:
-    for key in (task_id, task_id._replace(step=0), task_id.op):
-        if key in table:
-            return table[key]
-    return None
+def _key(table: Mapping[TaskId | str, Any], task_id: TaskId) -> TaskId | str | None:
+    """Under what a task is found: its id, its id in step 0, or its op."""
+    if task_id in table:
+        return task_id
+    if task_id.step and (first := task_id._replace(step=0)) in table:
+        return first
+    return task_id.op if task_id.op in table else None
 
 
 def _limits(duplex: float | Mapping[str, float] | None) -> Mapping[str, float]:

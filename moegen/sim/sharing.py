@@ -1,0 +1,131 @@
+"""Who gets how much of the link, the host's memory and so on while several tasks run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+#: Loads that add up to a capacity may exceed it by rounding: that is no contention.
+ROUNDING = 1e-12
+# Levels of resources that share tasks settle in as many rounds as there are resources where
+# tasks draw alike on them, as copies do on link and memory; else geometrically.
+_ROUNDS = 200
+
+
+def fair_speeds(
+    loads: Sequence[Mapping[str, float]], capacities: Mapping[str, float]
+) -> list[float]:
+    """Max-min fair speeds of tasks that share resources, fair in what each resource gives.
+
+    A task i that runs at speed x_i draws x_i * load[i][r] on resource r. Each resource gives
+    every task all that it can take, up to a level L_r that is the same for all of them; it is
+    as high as the capacity C_r allows::
+
+        x_i = min(1, min over r of L_r / load[i][r])
+        sum over i of x_i * load[i][r] <= C_r      (equal wherever L_r limits anyone)
+
+    So a task that can take less than an equal part of a resource gets what it can take, and
+    those who want more divide the rest evenly: units, not speeds, are equal. A task that another
+    resource, or its own full speed, holds back leaves what it does not take to the others. Each
+    slowed task has one resource that is full and of which nobody has more: the bottleneck of
+    max-min fairness (Bertsekas and Gallager, Data Networks, section 6.5). Two zero-copy gathers
+    and bulk copies halve a link in bytes; copies beside CPU attention keep what the link can do
+    until half of the memory's bytes are less.
+
+    Parameters
+    ----------
+    loads : sequence of mapping
+        Units per second that each task draws at speed 1, by resource.
+    capacities : mapping
+        Units per second of each resource.
+
+    Returns
+    -------
+    list of float
+        One speed in (0, 1] a task.
+    """
+    levels = {
+        name: math.inf
+        for name, capacity in capacities.items()
+        if sum(load.get(name, 0.0) for load in loads) > capacity * (1.0 + ROUNDING)
+    }
+    if not levels:
+        return [1.0] * len(loads)
+    for _ in range(_ROUNDS):
+        moved = False
+        for name in levels:
+            # What each could take if this resource had enough for all.
+            takes = [
+                _speed(load, levels, but=name) * load[name] for load in loads if load.get(name)
+            ]
+            level = _level(takes, capacities[name])
+            moved = moved or not math.isclose(level, levels[name], rel_tol=ROUNDING)
+            levels[name] = level
+        if not moved or len(levels) == 1:
+            break
+    return [_speed(load, levels) for load in loads]
+
+
+def fair_speeds_of_many(draws: np.ndarray, capacities: np.ndarray) -> np.ndarray:
+    """The same for many sets of tasks at once.
+
+    Parameters
+    ----------
+    draws : ndarray, shape [sets, tasks, resources]
+        Units per second that each task draws at speed 1.
+    capacities : ndarray, shape [sets, resources] or [resources]
+        Units per second of each resource; inf where there is always enough.
+
+    Returns
+    -------
+    ndarray, shape [sets, tasks]
+        Speeds in (0, 1].
+    """
+    n_sets, n_tasks, n_resources = draws.shape
+    speeds = np.ones((n_sets, n_tasks))
+    capacities = np.broadcast_to(capacities, (n_sets, n_resources))
+    contended = (draws.sum(axis=1) > capacities * (1.0 + ROUNDING)).any(axis=1)
+    rows = np.flatnonzero(contended)
+    if not len(rows):
+        return speeds
+    draws, capacities = draws[rows], capacities[rows]
+    limits = np.ones(draws.shape)  # of each task's speed by each resource
+    levels = np.full(capacities.shape, np.inf)
+    sharers = np.arange(n_tasks, 0, -1)
+    for _ in range(_ROUNDS):
+        before = levels.copy()
+        for r in range(n_resources):
+            others = np.delete(limits, r, axis=2).min(axis=2, initial=1.0)
+            takes = np.sort(others * draws[:, :, r], axis=1)
+            # What is left for each of those who take most, once the others have what they take.
+            left = capacities[:, r, None] - np.cumsum(takes, axis=1) + takes
+            short = takes * sharers > left * (1.0 + ROUNDING)
+            first = short.argmax(axis=1)
+            level = left[np.arange(len(rows)), first] / sharers[first]
+            levels[:, r] = np.where(short.any(axis=1), level, np.inf)
+            wanted = draws[:, :, r]
+            limits[:, :, r] = np.divide(
+                levels[:, r, None], wanted, out=np.ones(wanted.shape), where=wanted > 0
+            ).clip(max=1.0)
+        if np.isclose(levels, before, rtol=ROUNDING, atol=0.0).all():
+            break
+    speeds[rows] = limits.min(axis=2)
+    return speeds
+
+
+def _speed(load: Mapping[str, float], levels: Mapping[str, float], but: str = "") -> float:
+    """How fast a task goes that is given at most so much of each resource."""
+    given = (levels[r] / load[r] for r in levels if r != but and load.get(r))
+    return min(1.0, *given, 1.0)
+
+
+def _level(takes: Sequence[float], capacity: float) -> float:
+    """The most that each may have so that all together have ``capacity``; inf if it is enough."""
+    left = capacity
+    for n, take in zip(range(len(takes), 0, -1), sorted(takes), strict=True):
+        if take * n > left * (1.0 + ROUNDING):
+            return left / n
+        left -= take
+    return math.inf
