@@ -39,6 +39,7 @@ class Found:
     load_s: float
     binds: dict
     bound_share: dict
+    notes: tuple[str, ...] = ("made up", "by a formula")
 
 
 def found(decode, rate, time_s):

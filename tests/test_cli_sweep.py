@@ -90,7 +90,9 @@ def test_files_and_json_have_every_column(calls, capsys, tmp_path):
     first, second = found["points"]
     assert list(first) == list(frame.columns) and first["time_s"] == frame["time_s"][0]
     assert second["time_s"] is None and second["error"].startswith("does not fit")
-    pd.testing.assert_frame_equal(pd.read_csv(csv).fillna({"error": ""}), frame, check_dtype=False)
+    pd.testing.assert_frame_equal(
+        pd.read_csv(csv).fillna({"error": "", "notes": ""}), frame, check_dtype=False
+    )
 
 
 def test_a_plot_is_drawn_of_one_or_two_parameters(calls, capsys, tmp_path):

@@ -53,6 +53,7 @@ def test_a_row_has_what_was_predicted_and_chosen(calls):
     assert (row["prefill_binds"], row["prefill_bound_share"]) == ("lane GPU", 0.8)
     assert (row["B"], row["b_a"], row["fetch"], row["prefill_B"]) == (100, 10, "all", 64)
     assert (row["price_usd"], row["power_w"], row["error"]) == (4800, 380, "")
+    assert row["notes"] == "made up; by a formula"
 
 
 def test_what_tokens_cost_is_that_of_the_whole_job(calls):

@@ -89,6 +89,7 @@ def sweep(
           NaN where the machine's is not known
         - what was chosen: decode's fields by their plain names, ``prefill_B``, ``prefill_b_a``
         - ``price_usd`` and ``power_w`` of the machine, NaN where unknown
+        - ``notes``: what the plan says of its choice, and of knobs that do not matter at this point
         - ``error``: empty, or which line of the ledger breaks and by how much. Numbers of such
           a point are NaN
 
@@ -147,6 +148,7 @@ def _evaluate(point: Point) -> dict[str, Any]:
         known[f"{prefix}binds"] = found.binds.get(phase)
         known[f"{prefix}bound_share"] = found.bound_share.get(phase)
     known |= {"prefill_B": found.prefill.B, "prefill_b_a": found.prefill.b_a}
+    known["notes"] = "; ".join(found.notes)
     # A job of one token an answer has no decode, and so no rate of it.
     return row | {k: v for k, v in known.items() if k in row and v is not None}
 
@@ -161,7 +163,7 @@ def _nothing(point: Point) -> dict[str, Any]:
     for name in ("price_usd", "power_w"):
         value = getattr(point.hw, name)
         row[name] = np.nan if value is None else value
-    row["error"] = ""
+    row |= {"notes": "", "error": ""}
     return {name: value for name, value in row.items() if name not in point.shown}
 
 
