@@ -25,6 +25,12 @@ def decode_step() -> Axes:
     return mg.simulate(graph, COST).plot(layers=(10, 11))
 
 
+def layer_dag() -> Axes:
+    """Who waits for whom in a layer."""
+    graph = mg.build(MODEL, STRATEGY, phase="decode", kv_len=640)
+    return mg.plot.layer_dag(graph, layer=10, cost=COST)
+
+
 def throughput_vs_omega(points: int = 21) -> pd.DataFrame:
     """Decode throughput as the simulator sees it, and what binds, over ω."""
     rows = []
@@ -38,6 +44,7 @@ def throughput_vs_omega(points: int = 21) -> pd.DataFrame:
 
 PICTURES = {
     "decode_step": decode_step,
+    "layer_dag": layer_dag,
     "throughput_vs_omega": lambda: mg.plot.throughput(throughput_vs_omega()),
 }
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.engine import simulate
     from moegen.sim.search import plan
     from moegen.sim.steady import steady
+    from moegen.sim.sweep import sweep
     from moegen.timeline import Timeline
 
     __version__: str
@@ -68,6 +69,7 @@ __all__ = [
     "plot",
     "simulate",
     "steady",
+    "sweep",
     "tokens_per_joule",
     "tokens_per_usd",
 ]
@@ -104,6 +106,7 @@ _HOME = {
     "plan": "moegen.sim.search",
     "simulate": "moegen.sim.engine",
     "steady": "moegen.sim.steady",
+    "sweep": "moegen.sim.sweep",
     "tokens_per_joule": "moegen.economics",
     "tokens_per_usd": "moegen.economics",
 }

@@ -40,7 +40,7 @@ def test_commands_and_their_options_exist(name, line):
     parse(line)
 
 
-WHAT_IF = ("inspect", "memory", "plan", "simulate")
+WHAT_IF = ("inspect", "memory", "plan", "simulate", "sweep")
 HELD = [line for _, line in LINES if line.split()[1] in WHAT_IF and "--hw here" not in line]
 
 

@@ -9,6 +9,7 @@ import tomllib
 
 import matplotlib
 import pytest
+from fake_plan import Calls
 
 from moegen.cli import main
 from moegen.graph.hf_files import catalogue
@@ -29,12 +30,30 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "decode.png").stat().st_size > 10_000
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect")
+def test_sweeps_run(monkeypatch):
+    import moegen as mg
+    from moegen.sim import sweep
+
+    monkeypatch.setattr(sweep, "plan", Calls([]).plan)  # the sweeps, not the plans, are shown
+    names = {
+        "mg": mg,
+        "model": mg.ModelSpec.from_pretrained("mixtral-8x7b"),
+        "hw": mg.HardwareSpec.from_name("c2"),
+        "work": mg.Workload.uniform(n=8500, prompt_len=512, gen_len=256),
+    }
+    (code,) = README.code("py")
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["df"]["hw"].tolist() == ["workstation-5090", "server-l40s", "server-h100"]
+    assert names["df"]["tokens_per_usd"].notna().all()
+
+
 @pytest.mark.parametrize("line", README.moegen)
 def test_commands_and_their_options_exist(line):
     parse(line)
 
 
-WHAT_IF = ("inspect", "memory", "plan", "simulate")
+WHAT_IF = ("inspect", "memory", "plan", "simulate", "sweep")
 
 
 @pytest.mark.parametrize("line", [x for x in README.moegen if x.split()[1] in WHAT_IF])

@@ -1,7 +1,22 @@
 """Plots. Each draws where it is told to and gives back what it drew on; none calls show()."""
 
+from moegen.plot.dag import layer_dag
 from moegen.plot.gantt import gantt, predicted_and_measured
+from moegen.plot.pareto import frontier, pareto
+from moegen.plot.sensitivity import sensitivities
 from moegen.plot.style import COLOURS
 from moegen.plot.throughput import throughput
+from moegen.plot.usage import traffic, utilization
 
-__all__ = ["COLOURS", "gantt", "predicted_and_measured", "throughput"]
+__all__ = [
+    "COLOURS",
+    "frontier",
+    "gantt",
+    "layer_dag",
+    "pareto",
+    "predicted_and_measured",
+    "sensitivities",
+    "throughput",
+    "traffic",
+    "utilization",
+]

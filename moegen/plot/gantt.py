@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from moegen.errors import InvalidInput
-from moegen.graph.task import Lane
 from moegen.plot.labels import Labels
-from moegen.plot.style import FAINT, bare, ink, letters, op_colours, time_unit, width_in
+from moegen.plot.style import FAINT, LANE_WORDS, bare, ink, letters, op_colours, time_unit, width_in
 from moegen.timeline import SOURCES, Timeline
 from moegen.units import format_seconds
 
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What a lane is for, for those who have not read the design.
-_ABOUT = {
-    Lane.GPU: "compute",
-    Lane.CPU: "attention",
-    Lane.BULK: "weights to GPU",
-    Lane.KV: "KV to GPU and back",
-    Lane.ACT: "small transfers",
-}
 OTHERS = "(not selected)"
 # Of a lane's width, how much the edges of narrow bars may add to what they cover.
 _EDGES_SHARE = 0.03
@@ -177,7 +168,7 @@ class _Chart:
             spans = self.timeline.spans_s(members, self.begin_s, self.end_s)
             busy = sum(b - a for a, b in spans) / self.span_s if self.span_s else 0.0
             ax.annotate(
-                f"{_ABOUT[lane]}\n{busy:.0%} busy",
+                f"{LANE_WORDS[lane]}\n{busy:.0%} busy",
                 (0, y),
                 (-8, -7),
                 xycoords=("axes fraction", "data"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from moegen.graph.task import Lane
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -35,6 +37,22 @@ COLOURS = {
     "sample": "#7a0177",
 }
 _OTHERS = ("#1b9e77", "#e6ab02", "#66a61e", "#a6761d", "#e7298a", "#7570b3")
+# What a lane is for, for those who have not read the design.
+LANE_WORDS = {
+    Lane.GPU: "compute",
+    Lane.CPU: "attention",
+    Lane.BULK: "weights to GPU",
+    Lane.KV: "KV to GPU and back",
+    Lane.ACT: "small transfers",
+}
+# Those of the ops that a lane is busy with most.
+LANE_COLOURS = {
+    Lane.GPU: "#f16913",
+    Lane.CPU: "#08519c",
+    Lane.BULK: "#d9b300",
+    Lane.KV: "#41ab5d",
+    Lane.ACT: "#9e9ac8",
+}
 FAINT = "#e9e9e9"
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 

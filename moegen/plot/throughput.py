@@ -4,33 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moegen.errors import InvalidInput
 from moegen.parts import PARTS
+from moegen.plot.frames import check, dress, symbol, value_name, without_errors
 from moegen.plot.style import FAINT, bare, letters
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-_AXES = {
-    "omega": "ω, share of decode attention on the CPU",
-    "B": "B, sequences in flight together",
-    "b_a": "b_a, sequences that the GPU attends to at a time",
-    "b_e": "b_e, tokens through an expert at a time",
-    "h2d_bytes_per_s": "link, host to GPU (bytes/s)",
-    "host_memory_bytes": "host memory (bytes)",
-    "gpu_memory_bytes": "GPU memory (bytes)",
-    "kv_len": "tokens of context",
-    "decode_tokens_per_s": "decode throughput (tokens/s)",
-    "prefill_tokens_per_s": "prefill throughput (tokens/s)",
-    "tokens_per_s": "throughput (tokens/s)",
-    "time_s": "time (s)",
-}
-_SYMBOLS = {"omega": "ω"}
 # Of the parts of a bound: those of the ops that a part is busy with in a Gantt chart.
 _BINDS = {
     "lane BULK": "#f6d155",
@@ -45,6 +30,7 @@ _BINDS = {
     "resource cpu": "#08519c",
     "chain": "#c51b8a",
 }
+_UNFIT = "does not fit"
 _OTHER_BINDS = ("#17becf", "#bcbd22", "#e377c2")
 _LINES = ("#1f3b57", "#c0392b", "#1b7f5c", "#8e44ad", "#b9770e", "#2e86c1", "#566573")
 _MARKERS = "osv^Dp*hX"
@@ -62,6 +48,8 @@ def throughput(
 
     Where ``df`` has a column ``binds`` (see `moegen.sim.bounds.Bound.binds`) the background of
     a single curve is coloured by what binds and says so; several curves have a marker for each.
+
+    Points that do not fit (see ``error`` in :func:`moegen.sweep`) are crosses at the bottom.
 
     Parameters
     ----------
@@ -86,20 +74,28 @@ def throughput(
         If a frame is empty, lacks a column, or has a value that is not a finite number.
     """
     import matplotlib.pyplot as plt
+    from pandas.api.types import is_numeric_dtype
 
-    _check(df, "df", (x, y), [hue] if hue is not None else [])
+    everything, df = df, without_errors(df)
+    if y.startswith("prefill_") and "prefill_binds" in df:
+        df = df.assign(binds=df["prefill_binds"])
+    check(df, "df", (x, y), [hue] if hue is not None else [])
     if measured is not None:
-        _check(measured, "measured", (x, y), [])
+        check(measured, "measured", (x, y), [])
     if ax is None:
         _, ax = plt.subplots(figsize=(7.5, 4.4), layout="constrained")
     df = df.sort_values(x, kind="stable")
     _set_limits(ax, [df] if measured is None else [df, measured], x, y)
+    unfit = everything.loc[~everything.index.isin(df.index)]
     regimes = "binds" in df.columns
+    if len(unfit):
+        _mark_unfit(ax, unfit[x].tolist(), _unfit_label(unfit, hue))
     if regimes and hue is None:
-        _shade(ax, df, x)
+        _shade(ax, [*zip(df[x], df["binds"], strict=True), *((at, _UNFIT) for at in unfit[x])])
     curves = [("predicted", df)]
     if hue is not None:
-        curves = [(f"{_SYMBOLS.get(hue, hue)} = {v}", c) for v, c in df.groupby(hue, sort=True)]
+        several = df.groupby(hue, sort=is_numeric_dtype(df[hue]))  # names as they come
+        curves = [(f"{symbol(hue)} = {value_name(hue, value)}", part) for value, part in several]
     for i, (label, curve) in enumerate(curves):
         marker = "" if regimes and hue is not None else "o"
         colour = _LINES[i % len(_LINES)]
@@ -115,38 +111,13 @@ def throughput(
             points[x], points[y], "D", mfc="white", mec="black", mew=1.6, ms=8, label="measured"
         )
     _point_out_best(ax, df, x, y, "best" if measured is None else "best predicted")
-    ax.set_xlabel(_AXES.get(x, x))
-    ax.set_ylabel(_AXES.get(y, y))
+    dress(ax.xaxis, x)
+    dress(ax.yaxis, y)
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
     bare(ax, "top", "right")
-    if len(ax.get_legend_handles_labels()[1]) > 1:
+    if measured is not None or hue is not None:
         ax.legend(loc="lower center", fontsize=9, framealpha=0.9, edgecolor="none")
     return ax
-
-
-def _check(frame: Any, name: str, numbers: Sequence[str], others: Sequence[str]) -> None:
-    import pandas as pd
-
-    if not isinstance(frame, pd.DataFrame):
-        raise InvalidInput(f"{name} must be a DataFrame, got {type(frame).__name__}")
-    for column in (*numbers, *others):
-        if column not in frame.columns:
-            there = ", ".join(map(str, frame.columns)) or "none"
-            raise InvalidInput(f"{name} has no column {column!r}; its columns are {there}")
-    if frame.empty:
-        raise InvalidInput(f"{name} has no rows: there is nothing to plot")
-    for column in (*others, *({"binds"} & set(frame.columns))):
-        for row in np.flatnonzero(frame[column].isna())[:1]:
-            raise InvalidInput(f"{name}[{column!r}] has no value in row {frame.index[row]}")
-    for column in numbers:
-        values = np.asarray(frame[column])
-        if values.dtype.kind not in "iuf":
-            raise InvalidInput(f"{name}[{column!r}] must hold numbers, got {values.tolist()[:3]}")
-        for row in np.flatnonzero(~np.isfinite(values))[:1]:
-            raise InvalidInput(
-                f"{name}[{column!r}] is {values[row]} in row {frame.index[row]}: leave out points "
-                f"that have no value"
-            )
 
 
 def _set_limits(ax: Axes, frames: Sequence[pd.DataFrame], x: str, y: str) -> None:
@@ -155,6 +126,20 @@ def _set_limits(ax: Axes, frames: Sequence[pd.DataFrame], x: str, y: str) -> Non
     ax.set_xlim(float(xs.min()) - margin, float(xs.max()) + margin)
     # From 0, or small differences look large; room above for names.
     ax.set_ylim(0, 1.25 * max(float(np.max(frame[y])) for frame in frames) or 1.0)
+
+
+def _unfit_label(unfit: pd.DataFrame, hue: str | None) -> str:
+    if hue is None:
+        return _UNFIT
+    values = dict.fromkeys(value_name(hue, value) for value in unfit[hue])
+    return f"{_UNFIT}: {symbol(hue)} = {', '.join(values)}"
+
+
+def _mark_unfit(ax: Axes, xs: Sequence[float], label: str) -> None:
+    left, right = ax.get_xlim()
+    margin = 0.03 * (right - left)
+    ax.set_xlim(min(left, min(xs) - margin), max(right, max(xs) + margin))
+    ax.plot(xs, [0.0] * len(xs), "x", color="#a93226", ms=7, mew=2, clip_on=False, label=label)
 
 
 def _name(binds: str) -> str:
@@ -167,10 +152,11 @@ def _binding(df: pd.DataFrame) -> dict[str, str]:
     return dict(zip(_MARKERS, names, strict=False))
 
 
-def _shade(ax: Axes, df: pd.DataFrame, x: str) -> None:
+def _shade(ax: Axes, points: Sequence[tuple[float, str]]) -> None:
     """Colour the background by what binds, from halfway between one point and the next."""
-    xs, names = df[x].tolist(), [_name(b) for b in df["binds"]]
-    colours = {_name(b): _BINDS[b] for b in df["binds"] if b in _BINDS}
+    points = sorted(points, key=lambda point: point[0])
+    xs, names = [at for at, _ in points], [_name(binds) for _, binds in points]
+    colours = {_name(binds): _BINDS[binds] for _, binds in points if binds in _BINDS}
     others = iter(_OTHER_BINDS)
     left, right = ax.get_xlim()
     edges = [left, *((a + b) / 2 for a, b in pairwise(xs)), right]
@@ -178,9 +164,9 @@ def _shade(ax: Axes, df: pd.DataFrame, x: str) -> None:
         first, *_, last = [*group] * 2
         begin, end = edges[first], edges[last + 1]
         if name not in colours:
-            colours[name] = next(others, FAINT)
+            colours[name] = "#777777" if name == _UNFIT else next(others, FAINT)
         ax.axvspan(begin, end, color=colours[name], alpha=0.16, lw=0, zorder=0)
-        text = f"{name} binds"
+        text = name if name == _UNFIT else f"{name} binds"
         fits = len(text) < (end - begin) / (right - left) * letters(ax)
         ax.text(
             (begin + end) / 2,
@@ -208,12 +194,13 @@ def _point_out_best(ax: Axes, df: pd.DataFrame, x: str, y: str, what: str) -> No
     xs, ys = np.asarray(df[x], dtype=float), np.asarray(df[y], dtype=float)
     best = int(ys.argmin() if lowest else ys.argmax())
     at, value = float(xs[best]), float(ys[best])
-    unit = " tokens/s" if y.endswith("tokens_per_s") else " s" if lowest else ""
+    of_tokens = y.endswith("tokens_per_s") or y == "throughput"
+    unit = " tokens/s" if of_tokens else " s" if lowest else ""
     left, right = ax.get_xlim()
     share = (at - left) / (right - left)
     ax.plot(at, value, "*", color="#c0392b", mec="white", mew=0.8, ms=17, zorder=4)
     ax.annotate(
-        f"{what}: {_short(value)}{unit} at {_SYMBOLS.get(x, x)} = {at:g}",
+        f"{what}: {_short(value)}{unit} at {symbol(x)} = {value_name(x, at)}",
         (at, value),
         (0, 9),
         textcoords="offset points",
