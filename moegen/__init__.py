@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.bounds import bound_s, critical_path_s
     from moegen.sim.cost import CostModel
     from moegen.sim.engine import simulate
+    from moegen.sim.search import plan
     from moegen.sim.steady import steady
     from moegen.sim.sweep import sweep
     from moegen.timeline import Timeline
@@ -64,6 +65,7 @@ __all__ = [
     "compare",
     "critical_path_s",
     "memory",
+    "plan",
     "plot",
     "simulate",
     "steady",
@@ -101,6 +103,7 @@ _HOME = {
     "compare": "moegen.comparison",
     "critical_path_s": "moegen.sim.bounds",
     "memory": "moegen.graph.memory",
+    "plan": "moegen.sim.search",
     "simulate": "moegen.sim.engine",
     "steady": "moegen.sim.steady",
     "sweep": "moegen.sim.sweep",

@@ -137,8 +137,8 @@ def test_predictions_are_for_the_limits_before_and_for_what_came_out_after(
 ):
     seen = []
 
-    def estimate(model, plan, prompt_lens, gen_lens, cost):
-        seen.append((model, list(prompt_lens), list(gen_lens)))
+    def estimate(model, plan, work, cost):
+        seen.append((model, *map(list, work)))
         return SimpleNamespace(time_s=3.0, prefill_s=1.0, decode_s=2.0, decode_steps=4)
 
     monkeypatch.setattr("moegen.sim.job.estimate_job", estimate)

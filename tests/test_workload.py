@@ -5,13 +5,16 @@ from __future__ import annotations
 import csv
 import json
 
+import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moegen.errors import InvalidInput
 from moegen.graph.bisect import greatest
 from moegen.graph.checks import MOST
+from moegen.graph.quantiles import mixed
 from moegen.graph.sizes import most_rows
 from moegen.graph.workload import PRESETS, Workload
 
@@ -169,3 +172,69 @@ def test_jsonl_that_is_empty_or_missing(tmp_path):
 def test_dict_round_trip():
     w = Workload.from_lengths([5, 2, 5, 2], [1, 1, 1, 7], name="four")
     assert Workload.from_dict(json.loads(json.dumps(w.to_dict()))) == w
+
+
+# Lengths that vary.
+
+
+@pytest.mark.parametrize("name", ["mmlu", "gsm8k", "chatbot-arena"])
+def test_a_spread_preset_has_the_rows_and_tokens_of_the_plain_one(name):
+    plain, spread = Workload.preset(name), Workload.preset(name, spread=True)
+    assert len(plain.groups) == 1 < len(spread.groups)
+    for attribute in ("n", "prompt_tokens", "gen_tokens"):
+        assert getattr(spread, attribute) == getattr(plain, attribute)
+    assert spread == Workload.preset(name, spread=True)
+    of_file = yaml.safe_load(PRESETS.read_text(encoding="utf-8"))[name]
+    for lengths, key in zip(spread.lengths, ("prompt_sigma", "gen_sigma"), strict=True):
+        assert np.log(lengths).std() == pytest.approx(of_file[key]["value"], abs=0.02)
+        assert lengths.max() <= 8 * lengths.mean()
+    assert of_file["prompt_sigma"]["source"].startswith("assumed")
+
+
+@given(
+    n=st.integers(1, 300),
+    means=st.tuples(st.integers(1, 400), st.integers(1, 400)),
+    sigma=st.floats(0, 1.5),
+)
+def test_lognormal_lengths_have_just_their_mean(n, means, sigma):
+    w = Workload.lognormal(n, *means, prompt_sigma=sigma, gen_sigma=sigma)
+    assert (w.n, w.prompt_tokens, w.gen_tokens) == (n, n * means[0], n * means[1])
+
+
+def test_lognormal_lengths_are_the_quantiles_of_the_distribution():
+    prompts, gens = Workload.lognormal(9999, 1000, 300, prompt_sigma=0.5, gen_sigma=0.3).lengths
+    median = 1000 / np.exp(0.5**2 / 2)  # of an unclipped distribution of this mean
+    assert np.median(prompts) == pytest.approx(median, rel=0.03)
+    for share, z in ((0.1587, -1), (0.8413, 1), (0.9772, 2)):
+        assert np.quantile(prompts, share) == pytest.approx(median * np.exp(0.5 * z), rel=0.05)
+    # Long prompts have no longer answers than short ones.
+    assert abs(np.corrcoef(prompts, gens)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0},
+        {"n": 10**8},
+        {"prompt_mean": 0},
+        {"prompt_sigma": -0.1},
+        {"gen_sigma": float("nan")},
+        {"gen_sigma": 2.0},
+    ],
+)
+def test_lognormal_refuses_what_is_no_distribution(wrong):
+    fine = {"n": 10, "prompt_mean": 5, "gen_mean": 5, "prompt_sigma": 0.1, "gen_sigma": 0.1}
+    with pytest.raises(InvalidInput, match=next(iter(wrong))):
+        Workload.lognormal(**(fine | wrong))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 64, 1000])
+def test_every_run_of_mixed_values_is_like_the_whole(n):
+    order = mixed(np.arange(n))
+    assert sorted(order.tolist()) == list(range(n))
+    for size in (n // 4, n // 2):
+        for start in range(0, n - size + 1, max(1, size // 3)):
+            if size >= 16:
+                run = order[start : start + size] / n
+                assert run.mean() == pytest.approx(0.5, abs=2 / size)
+                assert np.median(run) == pytest.approx(0.5, abs=3 / size)

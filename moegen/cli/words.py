@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from moegen.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from moegen.bench import Phase
-    from moegen.forecast import Forecast
 
 
 def part(name: str) -> str:
@@ -169,27 +168,38 @@ def anatomy(spec: mg.ModelSpec) -> Iterator[str]:
         yield f"        {format_bytes(layer.dense_bytes)} of other weights"
 
 
-def forecast_in_words(f: Forecast) -> Iterator[str]:
-    """A plan in words, and what is predicted of it."""
-    d, p = f.plan.decode, f.plan.prefill
-    yield f"{f.model.name} on {f.hw.name}: {f.work.name}, {counted(f.work.n, 'row')}"
-    yield from _item("Decode", _decode(f.model, d))
-    yield from _item("Prefill", _prefill(f.model, p))
-    yield from _item("Memory", _both_memories(f))
-    speed = f"prefill {f.prefill_tokens_per_s:,.1f} prompt tokens/s"
-    if f.decode_tokens_per_s is not None:
-        speed += f", decode {f.decode_tokens_per_s:,.1f} tokens/s"
+def plan_in_words(
+    model: mg.ModelSpec,
+    hw: HardwareSpec,
+    work: mg.Workload,
+    plan: mg.Plan,
+    ledgers: Mapping[str, mg.Ledger],
+) -> Iterator[str]:
+    """A plan that was searched, what is predicted of it, and what else was looked at."""
+    assert plan.binds is not None and plan.bound_share is not None and plan.time_s is not None
+    d, p = plan.decode, plan.prefill
+    yield f"{model.name} on {hw.name}: {work.name}, {counted(work.n, 'row')}"
+    yield from _item("Decode", _decode(model, d))
+    yield from _item("Prefill", _prefill(model, p))
+    yield from _item("Memory", _both_memories(ledgers))
+    speed = f"prefill {plan.prefill_tokens_per_s:,.1f} prompt tokens/s"
+    if plan.decode_tokens_per_s is not None:
+        speed += f", decode {plan.decode_tokens_per_s:,.1f} tokens/s"
     yield from _item("Speed", speed)
-    yield from _item(
-        "Job",
-        f"{format_seconds(f.job.time_s)}: prefill {format_seconds(f.job.prefill_s)}, decode "
-        f"{format_seconds(f.job.decode_s)}",
-    )
+    times = {"loading": plan.load_s, "prefill": plan.prefill_s, "decode": plan.decode_s}
+    parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in times.items() if s)
+    yield from _item("Job", f"{format_seconds(plan.time_s)}: {parts}")
+    reached = {phase: f" ({share:.0%} of it reached)" for phase, share in plan.bound_share.items()}
     yield from _item(
         "Limits",
-        f"of a decode step {part(f.decode_binds)}; of a prefill wave {part(f.prefill_binds)}",
+        f"of a decode step {part(plan.binds['decode'])}{reached['decode']}; of a prefill wave "
+        f"{part(plan.binds['prefill'])}{reached['prefill']}",
     )
-    yield from _item("Rates", origin_of_rates(f.hw))
+    looked = f"the best of {plan.n_evaluated:,} strategies that fit"
+    yield from _item("Search", "; ".join([looked, *map(str, plan.rejected)]))
+    for note in plan.notes:
+        yield from _item("Note", note)
+    yield from _item("Rates", origin_of_rates(hw))
     yield f"{'Flags':<9}{strategy_in_flags(d)}"
 
 
@@ -240,13 +250,16 @@ def _weights(model: mg.ModelSpec, s: mg.Strategy) -> str:
     return f"{stay}{ahead}. An expert takes up to {s.b_e:,} tokens at a time (b_e)."
 
 
-def _both_memories(f: Forecast) -> str:
-    host = max(f.decode.host.total_bytes, f.prefill.host.total_bytes)
+def _both_memories(ledgers: Mapping[str, mg.Ledger]) -> str:
+    host = max(ledger.host.total_bytes for ledger in ledgers.values())
+    on_gpu = " and ".join(
+        f"{format_bytes(ledgers[phase].gpu.total_bytes)} in {phase}"
+        for phase in ("decode", "prefill")
+    )
+    of = ledgers["decode"]
     return (
-        f"host {format_bytes(host)} of {format_bytes(f.decode.host.capacity_bytes)}; GPU "
-        f"{format_bytes(f.decode.gpu.total_bytes)} in decode and "
-        f"{format_bytes(f.prefill.gpu.total_bytes)} in prefill, of "
-        f"{format_bytes(f.decode.gpu.capacity_bytes)}"
+        f"host {format_bytes(host)} of {format_bytes(of.host.capacity_bytes)}; GPU {on_gpu}, of "
+        f"{format_bytes(of.gpu.capacity_bytes)}"
     )
 
 

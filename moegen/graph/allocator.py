@@ -8,6 +8,10 @@ workspaces is allocated.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from moegen.graph.model import ModelSpec
 from moegen.units import MIB
 
@@ -19,12 +23,17 @@ _SMALL, _SMALL_SEGMENT, _SEGMENT, _ROUND = MIB, 2 * MIB, 20 * MIB, 2 * MIB
 SMALL_BYTES = 3 * _SMALL_SEGMENT
 
 
-def reserved_bytes(n_bytes: int) -> int:
+def reserved_bytes(n_bytes: Any) -> Any:
     """What the allocator takes from the driver for a block, at most.
 
     A block between 1 and 20 MiB is charged a segment of its own, so that a larger block never
     costs less.
+
+    Takes and gives an int or an array of ints.
     """
+    if isinstance(n_bytes, np.ndarray):
+        large = np.maximum(_SEGMENT, -(-n_bytes // _ROUND) * _ROUND)
+        return np.where(n_bytes == 0, 0, np.where(n_bytes <= _SMALL, _SMALL_SEGMENT, large))
     if n_bytes == 0:
         return 0
     if n_bytes <= _SMALL:

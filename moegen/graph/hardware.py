@@ -16,8 +16,8 @@ from moegen.units import MIB
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
     "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
-    "link_peak_bytes_per_s", "copy_floor_s", "gpu_workspace_bytes", "price_usd", "power_w",
-    "rental_usd_per_hour",
+    "link_peak_bytes_per_s", "copy_floor_s", "gpu_workspace_bytes", "load_bytes_per_s",
+    "price_usd", "power_w", "rental_usd_per_hour",
 }  # fmt: skip
 _OF_THE_LINK = (
     "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
@@ -77,6 +77,9 @@ class HardwareSpec:
     link_peak_bytes_per_s : float or None
         What one direction of the link could carry at most, by its data sheet. No rate of the
         link may be above it; None where it is not known.
+    load_bytes_per_s : float or None
+        How fast weights come to lie in pinned host memory: memory touched and registered, reading
+        from a disk left out; None where that is not known, and loading not predicted.
     price_usd, power_w : float or None
         Of the whole machine, where known.
     rental_usd_per_hour : float or None
@@ -108,6 +111,7 @@ class HardwareSpec:
     cpu_call_s: float | None = None
     gpu_call_s: float | None = None
     gpu_workspace_bytes: float | None = 32.0 * MIB  # on a Hopper GPU; others get less
+    load_bytes_per_s: float | None = None
     price_usd: float | None = None
     power_w: float | None = None
     rental_usd_per_hour: float | None = None

@@ -75,6 +75,7 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("cpu_call_s", "call of CPU attention", format_seconds),
     ("gpu_call_s", "call on the GPU lane", format_seconds),
     ("gpu_workspace_bytes", "GPU products' workspace", format_bytes),
+    ("load_bytes_per_s", "pinning of host memory", rate),
     ("price_usd", "price", "{:.0f} USD".format),
     ("power_w", "power", "{:.0f} W".format),
     ("rental_usd_per_hour", "rent", "{:.2f} USD/h".format),

@@ -23,8 +23,7 @@ from moegen.graph.sizes import (
     BufferSizes,
     Capacity,
     aligned,
-    dense_blob_bytes,
-    expert_blob_bytes,
+    blob_bytes,
     packed_bytes,
 )
 from moegen.graph.strategy import Strategy
@@ -119,21 +118,24 @@ class Section:
         """Whether it fits."""
         return self.free_bytes >= 0
 
+    @property
+    def blamed(self) -> Line:
+        """The biggest line that a strategy can change; one that none can if those are too much."""
+        fixed = [x for x in self.lines if x.name in _FIXED]
+        if sum(x.bytes for x in fixed) > self.capacity_bytes:
+            return fixed[0]
+        return max((x for x in self.lines if x not in fixed), key=lambda line: line.bytes)
+
     def require(self) -> None:
         """Raise Infeasible unless it fits."""
         if self.fits:
             return
         biggest = sorted(self.lines, key=lambda line: line.bytes, reverse=True)
         listed = ", ".join(f"{x.name} {format_bytes(x.bytes)}" for x in biggest[:3])
-        fixed = [x for x in self.lines if x.name in _FIXED]
-        if sum(x.bytes for x in fixed) <= self.capacity_bytes:
-            blame = next(x for x in biggest if x not in fixed)
-        else:
-            blame = fixed[0]
         raise Infeasible(
             f"does not fit {self.name} memory: needs {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.capacity_bytes)}, {format_bytes(-self.free_bytes)} too much; "
-            f"biggest are {listed}. Try {_REMEDY[blame.name]}",
+            f"biggest are {listed}. Try {_REMEDY[self.blamed.name]}",
             line=self.name,
             limit_bytes=self.capacity_bytes,
             need_bytes=self.total_bytes,
@@ -264,6 +266,13 @@ def memory(
     )
 
 
+def host_bytes(
+    model: ModelSpec, s: Strategy, work: Workload, phase: Phase = "decode", batch: int | None = None
+) -> int:
+    """What a strategy puts into host memory: the sum of that section of :func:`memory`."""
+    return sum(nbytes for _, nbytes, _ in _Need(model, s, work, phase, batch).host())
+
+
 def max_batch_eq2(model: ModelSpec, hw: HardwareSpec, work: Workload) -> int:
     """The most sequences whose KV fits beside the weights in host memory: Eq. 2 alone.
 
@@ -341,8 +350,10 @@ class _Need:
     def gpu(self, workspace_bytes: float | None) -> list[tuple[str, int, str]]:
         m, s, kept, sizes, most = self.model, self.s, self.kept, self.sizes, self.most
         packed = sum(
-            aligned(resident * dense_blob_bytes(m, x)) + aligned(n * expert_blob_bytes(m, x))
-            for x, resident, n in zip(m.layers, kept.dense, kept.experts, strict=True)
+            aligned(resident * dense, n * expert)
+            for dense, expert, resident, n in zip(
+                *blob_bytes(m), kept.dense, kept.experts, strict=True
+            )
         )
         own, frame = kept_bytes(m, self.phase, most), largest_frame(m, s, self.phase, most)
         tokens, staged = most.tokens, most.staged_tokens

@@ -34,7 +34,7 @@ class Residency:
         return self.dense_bytes + self.expert_bytes
 
 
-def _spread(n: int, over: int) -> list[int]:
+def spread(n: int, over: int) -> list[int]:
     """``n`` things over so many places, as evenly as can be, order kept."""
     return [(i + 1) * n // over - i * n // over for i in range(over)]
 
@@ -46,14 +46,9 @@ def residency(model: ModelSpec, s_params: int) -> Residency:
     Dense blobs come first as every token passes them, whatever the routing.
     Never more bytes than ``s_params``.
     """
-    blobs = [layer.dense_bytes for layer in model.layers]
-    kept, dense_bytes = [0] * model.n_layers, 0
-    for n in range(model.n_layers, 0, -1):
-        some = _spread(n, model.n_layers)
-        nbytes = sum(k * b for k, b in zip(some, blobs, strict=True))
-        if nbytes <= s_params:
-            kept, dense_bytes = some, nbytes
-            break
+    of_dense = dense_bytes_kept(model)
+    n = max(n for n, nbytes in enumerate(of_dense) if nbytes <= s_params)
+    kept, dense_bytes = spread(n, model.n_layers), of_dense[n]
     experts = [0] * model.n_layers
     expert_bytes = 0
     if model.moe_layers:
@@ -61,10 +56,21 @@ def residency(model: ModelSpec, s_params: int) -> Residency:
         first = model.layers[model.moe_layers[0]]
         each = first.expert_bytes + first.expert_scale_bytes
         n = min((s_params - dense_bytes) // each, first.n_experts * model.n_moe_layers)
-        for i, k in zip(model.moe_layers, _spread(n, model.n_moe_layers), strict=True):
+        for i, k in zip(model.moe_layers, spread(n, model.n_moe_layers), strict=True):
             experts[i] = k
         expert_bytes = n * each
     return Residency(tuple(bool(k) for k in kept), tuple(experts), dense_bytes, expert_bytes)
+
+
+@lru_cache(maxsize=64)
+def dense_bytes_kept(model: ModelSpec) -> tuple[int, ...]:
+    """Bytes of 0, 1, 2, ... dense blobs that stay, spread over the layers."""
+    each = {id(layer): layer.dense_bytes for layer in model.layers}
+    blobs = [each[id(layer)] for layer in model.layers]
+    return tuple(
+        sum(k * b for k, b in zip(spread(n, model.n_layers), blobs, strict=True))
+        for n in range(model.n_layers + 1)
+    )
 
 
 def ring_slots(model: ModelSpec, s: Strategy, kept: Residency | None = None) -> dict[str, int]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moegen.graph.bisect import greatest
 from moegen.graph.model import Layer, ModelSpec, Phase
@@ -199,8 +199,7 @@ class BufferSizes:
         c = capacity
         table = TOKEN_COLUMNS * c.tokens + ROW_COLUMNS * c.rows
         experts = max(layer.n_experts for layer in model.layers)
-        dense = max(dense_blob_bytes(model, layer) for layer in model.layers)
-        expert = max(expert_blob_bytes(model, layer) for layer in model.layers)
+        dense, expert = (max(blobs) for blobs in blob_bytes(model))
         self.pieces = {
             "rows": Piece("rows", (table,), "int64"),
             "dense": Piece("dense_weights", (dense,), "byte"),
@@ -265,16 +264,29 @@ class BufferSizes:
         }
 
 
-def aligned(*n_bytes: int) -> int:
-    """Bytes that pieces of these sizes take in a block, one behind the other."""
+def aligned(*n_bytes: Any) -> Any:
+    """Bytes that pieces of these sizes, ints or arrays, take in a block, one behind the other."""
     return sum(-(-n // BLOCK_ALIGN_BYTES) * BLOCK_ALIGN_BYTES for n in n_bytes)
 
 
+@lru_cache(maxsize=64)
 def packed_bytes(model: ModelSpec) -> int:
     """Host memory of all weights as the executor packs them: float32 routers, aligned tensors."""
-    return model.head_bytes + sum(
-        dense_blob_bytes(model, x) + x.n_experts * expert_blob_bytes(model, x) for x in model.layers
-    )
+    blobs = zip(model.layers, *blob_bytes(model), strict=True)
+    return model.head_bytes + sum(dense + x.n_experts * expert for x, dense, expert in blobs)
+
+
+@lru_cache(maxsize=64)
+def blob_bytes(model: ModelSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of the dense blob, and of one expert, of every layer as packed, at most."""
+    # Equal layers share one instance.
+    distinct = {id(x): x for x in model.layers}
+    sizes = {
+        key: (dense_blob_bytes(model, x), expert_blob_bytes(model, x))
+        for key, x in distinct.items()
+    }
+    dense, expert = zip(*(sizes[id(x)] for x in model.layers), strict=True)
+    return dense, expert
 
 
 def dense_blob_bytes(model: ModelSpec, layer: Layer) -> int:

@@ -58,7 +58,7 @@ def sound_plan(
         says what broke.
     """
     hw = with_headroom(hw)
-    with _saying_what_is_left_free():
+    with saying_what_is_left_free():
         decode = _decode(model, hw, work, dict(fixed or {}))
         return Plan(prefill=prefill_strategy(model, hw, work, decode), decode=decode)
 
@@ -71,12 +71,13 @@ def sound_prefill(model: ModelSpec, hw: HardwareSpec, work: Workload, decode: St
     Infeasible
         If not even a wave of one prompt fits the GPU.
     """
-    with _saying_what_is_left_free():
+    with saying_what_is_left_free():
         return prefill_strategy(model, with_headroom(hw), work, decode)
 
 
 @contextmanager
-def _saying_what_is_left_free() -> Iterator[None]:
+def saying_what_is_left_free() -> Iterator[None]:
+    """Infeasible raised within says how much memory :func:`with_headroom` leaves free."""
     try:
         yield
     except Infeasible as e:
@@ -90,6 +91,7 @@ def _saying_what_is_left_free() -> Iterator[None]:
 
 
 def with_headroom(hw: HardwareSpec) -> HardwareSpec:
+    """The machine less the memory that is left free for what no ledger sees."""
     return replace(
         hw,
         host_memory_bytes=hw.host_memory_bytes * HOST_SHARE,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number, whole
+from moegen.units import format_bytes, format_seconds
 
 Fetch = Literal["all", "routed"]
 #: A decode batch is laid out anew once this share of the rows it was laid out for is left.
@@ -82,13 +85,115 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Rejected:
+    """Strategies that a search looked at and that do not fit, summed up.
+
+    Attributes
+    ----------
+    phase : {"prefill", "decode"}
+    section, line : str
+        Memory that is short, ``"host"`` or ``"gpu"``, and the biggest line of the ledger there
+        that a strategy can change, of the one that misses by least.
+    count : int
+        How many.
+    shortfall_bytes : int
+        How much too large the one that misses by least is.
+    example : Strategy
+        That one.
+    """
+
+    phase: str
+    section: str
+    line: str
+    count: int
+    shortfall_bytes: int
+    example: Strategy
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count:,} for {self.phase} do not fit {self.section} memory (the nearest by "
+            f"{format_bytes(self.shortfall_bytes)}: {self.line})"
+        )
+
+
+def _gain() -> Any:
+    return field(default=None, compare=False)
+
+
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The strategies of a job's two phases."""
+    """The strategies of a job's two phases, and what a search found they would do.
+
+    A plan made by hand has the two strategies alone. Two plans are equal if their strategies are.
+
+    Parameters
+    ----------
+    prefill, decode : Strategy
+    throughput : float, optional
+        Tokens generated a second of the whole job: each row's first comes from prefill.
+    prefill_tokens_per_s, decode_tokens_per_s : float, optional
+        Prompt tokens a second of prefill; tokens a second that decode steps give, None if the
+        job needs none.
+    time_s, load_s, prefill_s, decode_s : float, optional
+        Of the whole job, and of its parts; ``load_s`` is 0 where loading is left out.
+    binds : dict of str to str, optional
+        For each phase the part of :class:`moegen.sim.bounds.Bound` that limits a step with every
+        row in it.
+    bound_share : dict of str to float, optional
+        How near such a step comes to that bound, at most 1.
+    n_evaluated : int, optional
+        Strategies that fit and whose time was estimated, of both phases.
+    rejected : tuple of Rejected
+    notes : tuple of str
+        Why this choice, and what of the question had no effect on it.
+    """
 
     prefill: Strategy
     decode: Strategy
+    throughput: float | None = _gain()
+    prefill_tokens_per_s: float | None = _gain()
+    decode_tokens_per_s: float | None = _gain()
+    time_s: float | None = _gain()
+    load_s: float | None = _gain()
+    prefill_s: float | None = _gain()
+    decode_s: float | None = _gain()
+    binds: Mapping[str, str] | None = _gain()
+    bound_share: Mapping[str, float] | None = _gain()
+    n_evaluated: int | None = _gain()
+    rejected: tuple[Rejected, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for phase in ("prefill", "decode"):
             if not isinstance(getattr(self, phase), Strategy):
                 raise InvalidInput(f"{phase} must be a Strategy, got {getattr(self, phase)!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return dataclasses.asdict(self)
+
+    def __repr__(self) -> str:
+        lines = [f"prefill  {self.prefill}", f"decode   {self.decode}"]
+        if self.time_s is None:
+            return "\n".join(["Plan", *(f"  {line}" for line in lines)])
+        share = self.bound_share or {}
+        for name, part in (self.binds or {}).items():
+            lines.append(f"{name}: {part} binds, {share[name]:.0%} of the bound reached")
+        head = f"Plan: {self.throughput:,.1f} tokens/s, {format_seconds(self.time_s)}"
+        head += f", the best of {self.n_evaluated:,} strategies"
+        return "\n".join([head, *(f"  {line}" for line in (*lines, *self.notes))])
+
+    def _repr_html_(self) -> str:
+        names = [f.name for f in dataclasses.fields(Strategy)]
+        phases = (("prefill", self.prefill), ("decode", self.decode))
+        head, *below = repr(self).splitlines()
+        rows = "".join(
+            f"<tr><th>{name}</th>" + "".join(f"<td>{getattr(s, name)}</td>" for _, s in phases)
+            for name in names
+        )
+        said = "".join(f"<p>{html.escape(line.strip())}</p>" for line in below[2:])
+        return (
+            f"<p>{html.escape(head)}</p><table><tr><th></th>"
+            + "".join(f"<th>{phase}</th>" for phase, _ in phases)
+            + f"</tr>{rows}</table>{said}"
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from moegen.graph.model import Attention, Layer, ModelSpec, Phase
@@ -189,22 +190,25 @@ def decode_split(max_length: int, tiles: int, block: int) -> int:
 
 
 def _attn_gpu(at: Attention, c: Capacity, a: int) -> int:
-    if not c.part_rows:
-        return 0
+    return _split_rows(at, c.part_rows, c.longest, a) if c.part_rows else 0
+
+
+@lru_cache(maxsize=1024)
+def _split_rows(at: Attention, part_rows: int, longest: int, a: int) -> int:
     latent = at.kind == "mla"
     kv_heads, width = (1, at.kv_lora_rank) if latent else (at.n_kv_heads, at.v_head_dim)
     tiles = kv_heads * -(-(at.n_heads // kv_heads) // HEAD_TILE)
     block = decode_block(width if latent else at.head_dim, a, latent)
-    blocks = -(-c.longest // block)
-    long = -(-c.longest // SPLIT_TOKENS)
+    blocks = -(-longest // block)
+    long = -(-longest // SPLIT_TOKENS)
     # Few rows are split into more parts each; past these no row is but for its length.
-    few = min(c.part_rows, -(-SPLIT_PROGRAMS // tiles))
-    parts = c.part_rows * long if long > 1 else 0
+    few = min(part_rows, -(-SPLIT_PROGRAMS // tiles))
+    parts = part_rows * long if long > 1 else 0
     for rows in range(1, few + 1):
         split = max(min(blocks, -(-SPLIT_PROGRAMS // (rows * tiles))), long)
         if split > 1:
             parts = max(parts, rows * split)
-    of_rows = aligned(8 * c.part_rows, 8 * c.part_rows)
+    of_rows = aligned(8 * part_rows, 8 * part_rows)
     if not parts:
         return of_rows
     return of_rows + aligned(4 * parts * at.n_heads * width, 4 * parts * at.n_heads)

@@ -16,6 +16,7 @@ import yaml
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import MOST, whole
+from moegen.graph.quantiles import lognormal, mixed
 from moegen.graph.requests import read_requests
 
 PRESETS = Path(__file__).parent.parent / "data" / "workloads.yaml"
@@ -99,13 +100,63 @@ class Workload:
         return cls(((prompt_len, gen_len, n),), name=f"{n} x ({prompt_len} + {gen_len})")
 
     @classmethod
-    def preset(cls, name: str) -> Workload:
-        """A data set of the paper's table 4 at its mean lengths: mmlu, gsm8k, chatbot-arena."""
+    def preset(cls, name: str, *, spread: bool = False) -> Workload:
+        """A data set of the paper's table 4 at its mean lengths: mmlu, gsm8k, chatbot-arena.
+
+        Parameters
+        ----------
+        spread : bool
+            Lengths that vary around the means, by :meth:`lognormal`. How far is an assumption:
+            the paper states means alone.
+        """
         known = _presets()
         if name not in known:
             raise InvalidInput(f"{name!r} is no preset; presets are {', '.join(sorted(known))}")
         p = known[name]
-        return cls(((p["prompt_len"], p["gen_len"], p["n"]),), name=name)
+        n, prompt_len, gen_len = p["n"], p["prompt_len"], p["gen_len"]
+        if not spread:
+            return cls(((prompt_len, gen_len, n),), name=name)
+        sigmas = {key: p[key]["value"] for key in ("prompt_sigma", "gen_sigma")}
+        return cls.lognormal(n, prompt_len, gen_len, **sigmas, name=f"{name}, spread")
+
+    @classmethod
+    def lognormal(
+        cls,
+        n: int,
+        prompt_mean: int,
+        gen_mean: int,
+        *,
+        prompt_sigma: float,
+        gen_sigma: float,
+        name: str | None = None,
+    ) -> Workload:
+        """Lengths whose logarithms are normally distributed, prompts apart from generations.
+
+        They are quantiles, not drawn: the same arguments give the same histogram. Lengths lie
+        5% apart, none is longer than 8 times the mean, and tokens in all are those of ``n`` rows
+        of mean length.
+
+        Parameters
+        ----------
+        n : int
+            Rows, at most 10 million.
+        prompt_mean, gen_mean : int
+        prompt_sigma, gen_sigma : float
+            Standard deviation of the natural logarithm, at most 1.5.
+
+        Raises
+        ------
+        InvalidInput
+            If a number is out of range.
+        """
+        n = whole(n, "n", at_least=1, at_most=10**7)
+        name = name or f"{n} x log-normal ({prompt_mean} + {gen_mean})"
+        prompts = lognormal(n, prompt_mean, prompt_sigma, "prompt")
+        gens = mixed(lognormal(n, gen_mean, gen_sigma, "gen"))
+        (ps, p), (gs, g) = (np.unique(x, return_inverse=True) for x in (prompts, gens))
+        pairs, counts = np.unique(p * len(gs) + g, return_counts=True)
+        of_pairs = ps[pairs // len(gs)], gs[pairs % len(gs)], counts
+        return cls(tuple(zip(*(x.tolist() for x in of_pairs), strict=True)), name=name)
 
     @classmethod
     def from_lengths(

@@ -105,8 +105,7 @@ class Report:
         return estimate_job(
             self.prepared.model,
             self.resolved.plan,
-            self.job.prompt_lens,
-            gen_lens,
+            (self.job.prompt_lens, gen_lens),
             CostModel.roofline(self.prepared.hardware),
         )
 

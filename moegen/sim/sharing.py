@@ -86,32 +86,41 @@ def fair_speeds_of_many(draws: np.ndarray, capacities: np.ndarray) -> np.ndarray
     n_sets, n_tasks, n_resources = draws.shape
     speeds = np.ones((n_sets, n_tasks))
     capacities = np.broadcast_to(capacities, (n_sets, n_resources))
-    contended = (draws.sum(axis=1) > capacities * (1.0 + ROUNDING)).any(axis=1)
-    rows = np.flatnonzero(contended)
+    contended = draws.sum(axis=1) > capacities * (1.0 + ROUNDING)
+    rows = np.flatnonzero(contended.any(axis=1))
     if not len(rows):
         return speeds
-    draws, capacities = draws[rows], capacities[rows]
-    limits = np.ones(draws.shape)  # of each task's speed by each resource
-    levels = np.full(capacities.shape, np.inf)
+    # What there is enough of at full speed there is enough of when tasks slow down.
+    columns = np.flatnonzero(contended.any(axis=0)).tolist()
+    wanted = [np.ascontiguousarray(draws[rows, :, r]) for r in columns]
+    room = [capacities[rows, r, None] for r in columns]
+    per_unit = [np.divide(1.0, w, out=np.full(w.shape, np.inf), where=w > 0) for w in wanted]
+    limits = [np.ones((len(rows), n_tasks)) for _ in columns]  # of each task's speed, by resource
+    levels = [np.full(len(rows), np.inf) for _ in columns]
     sharers = np.arange(n_tasks, 0, -1)
+    at = np.arange(len(rows))
     for _ in range(_ROUNDS):
-        before = levels.copy()
-        for r in range(n_resources):
-            others = np.delete(limits, r, axis=2).min(axis=2, initial=1.0)
-            takes = np.sort(others * draws[:, :, r], axis=1)
+        moved = False
+        for i, w in enumerate(wanted):
+            takes = w.copy()  # what each could take if this resource had enough for all
+            for j, limit in enumerate(limits):
+                if j != i:
+                    takes = np.minimum(takes, limit * w)
+            takes.sort(axis=1)
             # What is left for each of those who take most, once the others have what they take.
-            left = capacities[:, r, None] - np.cumsum(takes, axis=1) + takes
+            left = room[i] - np.cumsum(takes, axis=1) + takes
             short = takes * sharers > left * (1.0 + ROUNDING)
             first = short.argmax(axis=1)
-            level = left[np.arange(len(rows)), first] / sharers[first]
-            levels[:, r] = np.where(short.any(axis=1), level, np.inf)
-            wanted = draws[:, :, r]
-            limits[:, :, r] = np.divide(
-                levels[:, r, None], wanted, out=np.ones(wanted.shape), where=wanted > 0
-            ).clip(max=1.0)
-        if np.isclose(levels, before, rtol=ROUNDING, atol=0.0).all():
+            level = np.where(short[at, first], left[at, first] / sharers[first], np.inf)
+            before, levels[i] = levels[i], level
+            low, high = np.minimum(level, before), np.maximum(level, before)
+            if (high <= low * (1.0 + ROUNDING)).all():
+                continue
+            moved = True
+            limits[i] = np.minimum(level[:, None] * per_unit[i], 1.0)
+        if not moved or len(columns) == 1:
             break
-    speeds[rows] = limits.min(axis=2)
+    speeds[rows] = np.minimum.reduce(limits)
     return speeds
 
 

@@ -1,0 +1,116 @@
+"""Bounds on a step, and a rough period, of tens of thousands of strategies at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from moegen.graph.model import Phase
+from moegen.sim.cost import RESOURCES, CostModel
+from moegen.sim.pieces import AT, BETWEEN, KINDS, LANES, Pieces
+
+_ATTENDS = (
+    "pre_attn", "attention", "last_attention", "post_attn", "fetch_kv", "last_fetch", "append_kv",
+    "send_qkv", "recv_attn", "attn_cpu",
+)  # fmt: skip
+
+
+def counts(p: Pieces, phase: Phase) -> list[Any]:
+    """How many tasks of each kind a layer has, for each kind of shape [strategies]."""
+    decode = phase == "decode"
+    n: dict[str, Any] = dict.fromkeys(KINDS, 1)
+    n["fetch_kv"] = np.maximum(0, p.parts - 1) if decode else 0
+    n["attention"] = n["fetch_kv"] if decode else p.parts
+    n["last_attention"] = n["last_fetch"] = (p.parts > 0) if decode else 0
+    for kind in ("pre_attn", "append_kv", "post_attn"):
+        n[kind] = 1 if decode else p.parts
+    for kinds in BETWEEN.values():
+        n |= dict.fromkeys(kinds, 0)
+    n["copy_expert"] = n["expert"] = p.groups
+    n["resident"] = p.resident
+    for kind in ("send_qkv", "attn_cpu", "recv_attn"):
+        n[kind] = p.on_cpu
+    return [n[kind] for kind in KINDS]
+
+
+def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
+    """Lower bounds on a step's period, by the names of :class:`moegen.sim.bounds.Bound`.
+
+    Of what a step does before its layers and after them nothing is in it, and of the layers ahead
+    of the pattern only their attention and their copies.
+
+    Returns
+    -------
+    dict of str to ndarray, shape [strategies]
+    """
+    n = counts(p, phase)
+    seconds = p.seconds.mean(axis=0)
+    # Layers ahead attend too; their weights are a task of its own.
+    n[AT["copy_ahead"]] = 1 / p.repeats
+    for kind in _ATTENDS:
+        n[AT[kind]] = n[AT[kind]] * (1 + p.ahead / p.repeats)
+    busy_s = [count * each for count, each in zip(n, seconds, strict=True)]
+    parts: dict[str, Any] = {
+        f"lane {lane}": sum(busy_s[AT[kind]] for kind in (*kinds, *BETWEEN.get(lane, ())))
+        for lane, kinds in LANES.items()
+    }
+    layers = len(p.seconds)
+    capacities = cost.capacities(())
+    demands: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
+    for i, k, r in np.argwhere(p.draws):
+        demands[RESOURCES[r]] = demands[RESOURCES[r]] + (
+            n[k] * p.seconds[i, k] * p.loads[i, k, r] / layers
+        )
+    for name, capacity in capacities.items():
+        if name in demands and name != "issue":  # the executor's, not the machine's
+            parts[f"resource {name}"] = demands[name] / capacity
+
+    def of(kind: str) -> np.ndarray:
+        return seconds[AT[kind]]
+
+    on_cpu = p.on_cpu * (of("send_qkv") + of("attn_cpu") + of("recv_attn"))
+    on_gpu = (p.parts > 0) * np.maximum(of("attention") * (p.parts > 1), of("last_attention"))
+    if phase == "prefill":
+        on_gpu = of("attention")
+    expert = np.maximum(of("expert") * (p.groups > 0), of("resident") * (p.resident > 0))
+    routed = p.routed * of("copy_expert") * (p.groups > 0)
+    parts["chain"] = (
+        of("pre_attn") + np.maximum(on_cpu, on_gpu) + of("post_attn")
+        + np.maximum(of("shared"), of("route") + of("copy_counts") + routed + expert)
+        + of("combine")
+    )  # fmt: skip
+    return {name: p.repeats * part * np.ones(len(p)) for name, part in parts.items()}
+
+
+def roughly_s(p: Pieces, cost: CostModel, phase: Phase) -> np.ndarray:
+    """A rough period of a repeated step; shape [strategies].
+
+    The greatest of the bounds and of what one layer's tasks take one after the other where slots
+    let nothing more go on beside them: micro-batches whose KV found no slot during the experts
+    before, and experts that found none during attention.
+    """
+    seconds = p.seconds.mean(axis=0)
+
+    def of(kind: str) -> np.ndarray:
+        return seconds[AT[kind]]
+
+    copy, product, groups, slots = of("copy_expert"), of("expert"), p.groups, p.slots
+    # Fair sharing lets copies of experts, as far as they have slots, slow the KV by as much.
+    late = np.maximum(0, p.parts - p.kv_slots) * of("fetch_kv") * (phase == "decode")
+    attends = np.maximum(
+        p.parts * of("attention"),
+        late + np.minimum(late, np.minimum(slots, groups) * copy) + of("attention") * (p.parts > 0),
+    )
+    if phase == "prefill":
+        attends = p.parts * (of("pre_attn") + of("attention") + of("post_attn"))
+    else:
+        on_cpu = p.on_cpu * (of("send_qkv") + of("attn_cpu") + of("recv_attn"))
+        attends = of("pre_attn") + np.maximum(on_cpu, attends) + of("post_attn")
+    each = np.maximum(copy, (copy + product) / np.maximum(1, slots))
+    beyond = np.where(p.routed, groups, np.maximum(0, groups - slots)) * each + 2 * product
+    products = of("shared") + p.resident * of("resident") + groups * product
+    layer = attends + of("route") + of("copy_counts") + np.maximum(products, beyond) + of("combine")
+    bound = np.maximum.reduce(list(bounds_s(p, cost, phase).values()))
+    between = sum(p.seconds[0, AT[kind]] for kind in ("leave", "turn", "enter"))
+    return between + np.maximum(bound, p.repeats * layer)
