@@ -289,7 +289,8 @@ class _Batch:
         """Fair speeds of the tasks that run now, shape [strategies, lanes]."""
         if len(self.link) < 2:
             return fair_speeds_of_many(draws, self.alone)
-        duplex = draws[:, :, self.link].any(axis=1).all(axis=1)
+        up, down = self.link
+        duplex = (draws[:, :, up] > 0).any(axis=1) & (draws[:, :, down] > 0).any(axis=1)
         return fair_speeds_of_many(draws, np.where(duplex[:, None], self.both, self.alone))
 
 
