@@ -289,9 +289,9 @@ class _Batch:
         """Fair speeds of the tasks that run now, shape [strategies, lanes]."""
         if len(self.link) < 2:
             return fair_speeds_of_many(draws, self.alone)
-        up, down = self.link
-        duplex = (draws[:, :, up] > 0).any(axis=1) & (draws[:, :, down] > 0).any(axis=1)
-        return fair_speeds_of_many(draws, np.where(duplex[:, None], self.both, self.alone))
+        used: np.ndarray = np.any(draws[:, :, self.link], axis=1)
+        duplex = used[:, :1] & used[:, 1:]
+        return fair_speeds_of_many(draws, np.where(duplex, self.both, self.alone))
 
 
 @lru_cache(maxsize=4096)
