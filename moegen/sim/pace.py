@@ -181,7 +181,7 @@ class _Run(NamedTuple):
     @property
     def before(self) -> int:
         """Layers of the first step."""
-        return max(4, 3 * self.period)
+        return max(3, 3 * self.period)
 
     @property
     def paced(self) -> int:

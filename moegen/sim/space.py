@@ -134,7 +134,7 @@ def _other_knobs(model: ModelSpec, s: Strategy) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = []
     on_gpu = max(1, round((1 - s.omega) * s.B))
     parts = max(1, -(-on_gpu // s.b_a))
-    for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, 2 * parts, parts // 2}):
+    for n in sorted({parts - 2, parts - 1, parts + 1, parts + 2, parts * 3 // 2, parts // 2}):
         changes.append({"b_a": -(-on_gpu // max(1, n))})
     group = s.expert_group * max(1, model.expert_bytes)
     slots = max(1, s.s_expert // group)
