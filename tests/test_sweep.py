@@ -120,6 +120,13 @@ def test_a_knob_that_changes_nothing_is_reported(calls):
         mg.sweep(MODEL, HW, WORK, B=[6000, 7000])  # nor do points that do not fit
 
 
+def test_what_changes_costs_alone_has_an_effect():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        frame = mg.sweep(MODEL, HW, WORK, price_usd=[2400, 4800], progress=False)
+    assert frame["throughput"].nunique() == 1 and frame["tokens_per_usd"].nunique() == 2
+
+
 def test_a_link_that_is_faster_for_weights_alone_is_pointed_out(calls):
     df = mg.sweep(MODEL, HW, WORK, h2d_bytes_per_s=[25e9, 50e9])
     (note,) = df.attrs["notes"]

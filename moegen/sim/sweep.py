@@ -28,6 +28,8 @@ RESULTS = (
     "decode_tokens_per_s", "prefill_tokens_per_s", "throughput", "time_s", "prefill_s", "decode_s",
     "load_s",
 )  # fmt: skip
+#: What the throughput costs.
+WORTH = ("tokens_per_usd", "tokens_per_joule")
 # Results that differ by less than this share differ by rounding.
 _SAME = 1e-9
 
@@ -158,7 +160,7 @@ def _nothing(point: Point) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(RESULTS, np.nan)
     for prefix in ("", "prefill_"):
         row |= {f"{prefix}binds": None, f"{prefix}bound_share": np.nan}
-    row |= dict.fromkeys(("tokens_per_usd", "tokens_per_joule"), np.nan)
+    row |= dict.fromkeys(WORTH, np.nan)
     row |= dict.fromkeys((*STRATEGY, "prefill_B", "prefill_b_a"), np.nan) | {"fetch": None}
     for name in ("price_usd", "power_w"):
         value = getattr(point.hw, name)
@@ -211,10 +213,11 @@ def _has_reader(notebook: bool) -> bool:
 
 def _without_effect(frame: pd.DataFrame, axes: Sequence[Axis]) -> Iterator[str]:
     """Says of each axis over which no result changes, whatever the others are, that it is so."""
-    results = frame[list(RESULTS)].to_numpy(dtype=float)
+    names = [*RESULTS, *WORTH]
+    results = frame[names].to_numpy(dtype=float)
     if np.isnan(results).all():
         return
-    table = results.reshape(*(len(axis.values) for axis in axes), len(RESULTS))
+    table = results.reshape(*(len(axis.values) for axis in axes), len(names))
     for i, axis in enumerate(axes):
         n = len(axis.values)
         first = np.take(table, [0], axis=i)
