@@ -26,7 +26,7 @@ def test_rates_say_where_they_come_from():
     assert words.origin_of_rates(_measured()) == "all assumed"
     hw = mg.HardwareSpec.from_name("c2")
     every = hw.rates
-    assert {"launch_s", "gpu_efficiency", "cpu_flops", "copy_latency_s"} <= every.keys()
+    assert {"launch_s", "gpu_efficiency", "cpu_attn_flops", "copy_latency_s"} <= every.keys()
     assert hw.with_(task_s=1e-4).rates.keys() - every.keys() == {"task_s"}
     assert words.origin_of_rates(_measured(*every)) == (
         "all measured on this machine (2026-01-01, 2026-01-02)"

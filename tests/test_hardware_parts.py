@@ -69,7 +69,7 @@ def test_a_machine_worked_out_by_hand():
     hw = compose("rtx-4090", "epyc-9354", "384GB ddr5-4800 x8")
     assert (hw.gpu_memory_bytes, hw.host_memory_bytes) == (24e9, 384e9)
     assert hw.host_bytes_per_s == pytest.approx(0.7 * 8 * 4800e6 * 8)
-    assert hw.cpu_flops == pytest.approx(32 * 3.25e9 * 32)
+    assert hw.cpu_attn_flops == pytest.approx(0.5 * 32 * 3.25e9 * 32)
     assert hw.cpu_attn_bytes_per_s == pytest.approx(0.8 * 0.7 * 307.2e9)
     assert (hw.h2d_bytes_per_s, hw.duplex_bytes_per_s, hw.zero_copy_bytes_per_s) == (
         25e9, 20e9, 22.5e9,

@@ -97,7 +97,7 @@ def test_rates_are_those_of_a_computer(real):
         assert 1e8 < getattr(hw, name) < 1e12, name
     for name in ("gpu_bytes_per_s", "cpu_attn_bytes_per_s", "host_bytes_per_s"):
         assert 5e7 < getattr(hw, name) < 2e12, name
-    for name in ("gpu_flops", "cpu_flops", "cpu_attn_flops"):
+    for name in ("gpu_flops", "cpu_attn_flops"):
         assert 1e9 < getattr(hw, name) < 1e14, name
     for name in ("copy_latency_s", "launch_s", "task_s"):
         assert getattr(hw, name) > 1e-7, name

@@ -30,7 +30,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 
-FORMAT = 5
+FORMAT = 6
 # Not every machine has these.
 OPTIONAL = {"duplex_bytes_per_s", "cpu_call_s", "gpu_call_s"}
 #: What a profile holds; capacities and names are `detect`'s.
@@ -45,7 +45,6 @@ RATES = (
     "duplex_bytes_per_s",
     "copy_latency_s",
     "zero_copy_bytes_per_s",
-    "cpu_flops",
     "host_bytes_per_s",
     "cpu_attn_bytes_per_s",
     "cpu_attn_flops",
@@ -94,7 +93,6 @@ def machine_profile(
       direction at a time and both together. On CPU lanes copies within host memory, beside
       products, and no duplex limit.
     - ``zero_copy_bytes_per_s``: a gather of KV rows, as fetch_kv does it.
-    - ``cpu_flops``: the MLP on the CPU.
     - ``host_bytes_per_s``: all cores reading host memory; beside a GPU what they read and what the
       link carries meanwhile, together.
     - ``cpu_attn_bytes_per_s``: grouped-query decode attention over more KV than caches hold;

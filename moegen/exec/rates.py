@@ -22,7 +22,7 @@ from moegen.exec.attention import CpuDecode, DecodeShape
 from moegen.exec.decode_attention import cpu_decode
 from moegen.exec.lanes import empty_host
 from moegen.exec.pinning import Pins, host_buffer
-from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed, without_grad
+from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed
 from moegen.exec.transfer import CpuTransfer, Transfer, transfer_for
 from moegen.graph.detect import cores
 from moegen.graph.task import Lane
@@ -257,7 +257,6 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
         copy, _ = copies(data, products.nbytes)
         curve_tokens = (1, 8, 32, 128, 512)
         found |= product_curve(bench, products, curve_tokens, (Lane.BULK, copy))
-        found["cpu_flops"] = found["gpu_flops"]
         attend, nbytes = grouped(4, dtype, decode)
         found["gpu_bytes_per_s"] = (
             nbytes / bench.seconds(Lane.GPU, attend),
@@ -336,13 +335,6 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
             del work
             with closing(cpu_decode(max(1, cores() - 1))) as decode:
                 found |= cpu_attention(bench, dtype, decode)
-        host = Products(dtype, torch.device("cpu"), 768, 1024)
-        product = host.over(256)
-        found["cpu_flops"] = (
-            host.flops(256) / _seconds(product),
-            f"a 768 x 1024 MLP over 256 tokens in {dtype_name(dtype)}, torch's "
-            f"{torch.get_num_threads()} thread(s)",
-        )
     finally:
         pins.unregister()
     return found
@@ -380,15 +372,6 @@ def _link(bench: Bench, data: Tensor, kind: str) -> Found:
         "d2h_bytes_per_s": (d2h, how),
         "duplex_bytes_per_s": (both, f"{how} in both directions at once, the slower one"),
     }
-
-
-def _seconds(work: Work) -> float:
-    spans = []
-    for _ in range(4):
-        t = time.perf_counter()
-        without_grad(work)
-        spans.append(time.perf_counter() - t)
-    return undisturbed(spans[1:])
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

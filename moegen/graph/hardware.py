@@ -59,8 +59,6 @@ class HardwareSpec:
         Least time of a copy, where it is more than the latency.
     zero_copy_bytes_per_s : float
         A kernel that reads or writes pinned host memory.
-    cpu_flops : float
-        FLOP/s of the CPU's matrix products.
     host_bytes_per_s : float
         Host memory, all cores streaming.
     cpu_attn_bytes_per_s, cpu_attn_flops : float
@@ -103,7 +101,6 @@ class HardwareSpec:
     duplex_bytes_per_s: float | None
     copy_latency_s: float
     zero_copy_bytes_per_s: float
-    cpu_flops: float
     host_bytes_per_s: float
     cpu_attn_bytes_per_s: float
     cpu_attn_flops: float

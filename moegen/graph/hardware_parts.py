@@ -268,7 +268,6 @@ def _derived(
         clock_ghz, each = cpu.values["clock_ghz"], cpu.values["flops_per_cycle"]
         cpu_flops = cores * clock_ghz * 1e9 * each
         flops_how = f"data sheet: {cores} cores x {clock_ghz} GHz x {each} float32 FLOP a cycle"
-    cpu_flops = float(values.get("cpu_flops", cpu_flops))
     host_share = memory.values["host_share"]
     host = float(values.get("host_bytes_per_s", host_share * peak))
     by_memory, by_cores = _ATTENTION_SHARE * host, _ATTENTION_OF_A_CORE * cores
@@ -287,7 +286,6 @@ def _derived(
             _ZERO_COPY_SHARE * h2d,
             f"assumed: {_ZERO_COPY_SHARE:.0%} of the link, as measured on an H200 machine",
         ),
-        "cpu_flops": (cpu_flops, flops_how),
         "host_bytes_per_s": (
             host,
             f"assumed: {host_share:.0%} of the {peak / 1e9:.1f} GB/s of {over} "
@@ -296,7 +294,7 @@ def _derived(
         "cpu_attn_bytes_per_s": (min(by_memory, by_cores), f"assumed: {attention_how}"),
         "cpu_attn_flops": (
             share * cpu_flops,
-            f"assumed: {share:g} of cpu_flops, for bf16 KV "
+            f"assumed: {share:g} of {cpu_flops / 1e12:.4g} TFLOP/s ({flops_how}), for bf16 KV "
             + ("widened to float32 on the way" if share < 0.5 else "which the CPU multiplies"),
         ),
     }

@@ -67,7 +67,6 @@ _LINES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("copy_latency_s", "copy beside its bytes", format_seconds),
     ("copy_floor_s", "least time of a copy", format_seconds),
     ("zero_copy_bytes_per_s", "kernels over the link", rate),
-    ("cpu_flops", "CPU products", _teraflops),
     ("host_bytes_per_s", "host memory rate", rate),
     ("cpu_attn_bytes_per_s", "CPU attention's KV", rate),
     ("cpu_attn_flops", "CPU attention's FLOPs", _teraflops),

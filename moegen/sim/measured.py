@@ -66,7 +66,7 @@ class Measured(Roofline):
     def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, Provenance]:
         curve = self._curves.get(op)
         if curve is None:
-            return self._physics(op, lane, work), Provenance.ROOFLINE
+            return self._physics(lane, work), Provenance.ROOFLINE
         further_s = 0.0
         if work.calls > 1:
             call_s = self._cpu_call_s if lane is Lane.CPU else self._gpu_call_s
@@ -80,7 +80,7 @@ class Measured(Roofline):
             ) from None
         seconds *= work.launches
         if edge is not None:
-            seconds *= self._physics(op, lane, work) / self._physics(op, lane, edge)
+            seconds *= self._physics(lane, work) / self._physics(lane, edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
         return seconds + further_s, provenance

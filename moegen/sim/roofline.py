@@ -89,17 +89,14 @@ class Roofline(CostModel):
 
     def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, Provenance]:
         """Seconds on the machine, the executor's host code left out, and their provenance."""
-        return self._physics(op, lane, work), Provenance.ROOFLINE
+        return self._physics(lane, work), Provenance.ROOFLINE
 
-    def _physics(self, op: str, lane: Lane, work: Work) -> float:
+    def _physics(self, lane: Lane, work: Work) -> float:
         """Seconds by the rates of the machine."""
         hw = self.hw
         if lane is Lane.CPU:
-            if op == "attn_cpu":
-                flops_per_s = hw.cpu_attn_flops
-                read_bytes_per_s = min(hw.cpu_attn_bytes_per_s, hw.host_bytes_per_s)
-            else:
-                flops_per_s, read_bytes_per_s = hw.cpu_flops, hw.host_bytes_per_s
+            flops_per_s = hw.cpu_attn_flops
+            read_bytes_per_s = min(hw.cpu_attn_bytes_per_s, hw.host_bytes_per_s)
             overhead_s = work.calls * self._cpu_call_s
         else:
             share = hw.efficiency(work.tokens / work.launches) if work.flops else 1.0
