@@ -9,6 +9,7 @@ from small_models import deepseek, mixtral, two_layers
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.build import build, lay_out
+from moegen.graph.model import ModelSpec
 from moegen.graph.ops import OPS
 from moegen.graph.passes import assemble, buffer_edges, needed_edges, unroll
 from moegen.graph.shape import Shape
@@ -356,3 +357,29 @@ def test_needed_edges_are_those_that_no_other_path_replaces():
     without = g.without(EdgeKind.BUFFER, "w")
     assert "w" not in buffer_edges(without, 2)
     assert len(without.edges) < len(g.edges)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_experts_that_stay_are_chosen_no_more_often_than_others(batch, share):
+    """A router does not know which experts are on the GPU."""
+    model = ModelSpec.from_pretrained("mixtral-8x7b")
+    nothing, some = (
+        build(
+            model,
+            Strategy(B=batch, b_a=8, b_e=1024, s_params=int(nbytes), fetch="routed"),
+            "decode",
+            kv_len=64,
+        )
+        for nbytes in (0, residency_bytes(model, share))
+    )
+    copied, of = (
+        sum(t.work.h2d_bytes for t in g.tasks if t.id.op == "copy_expert") for g in (some, nothing)
+    )
+    assert copied / of == pytest.approx(1 - share, abs=0.05)
+
+
+def residency_bytes(model, share):
+    experts = [layer for layer in model.layers if layer.n_experts]
+    nbytes = sum(layer.n_experts * layer.expert_bytes for layer in experts)
+    return sum(layer.dense_bytes for layer in model.layers) + share * nbytes

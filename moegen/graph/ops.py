@@ -206,14 +206,17 @@ def _dense_mlp(z: Sizes, t: TaskId) -> Work:
 
 @_op("copy_expert", Lane.BULK, "one expert's weights, or a group's, to their slot", host_reads=True)
 def _copy_expert(z: Sizes, t: TaskId) -> Work:
-    experts = task_experts(z, t)
+    experts, passing = task_experts(z, t), 1.0
     if z.strategy.fetch == "routed":
         resident = z.residency.experts[t.layer]
-        experts = [e for e in experts if e >= resident]
-    if not experts:
+        if z.tokens_are_given(t.layer):
+            experts = [e for e in experts if e >= resident]
+        else:  # any may be chosen, those that stay no more often than others: the mean
+            passing = 1 - resident / z.layer(t).n_experts
+    if not experts or not passing:
         return NO_WORK
     expert = z.layer(t).expert
-    nbytes = len(experts) * (expert.bytes + expert.scale_bytes)
+    nbytes = len(experts) * (expert.bytes + expert.scale_bytes) * passing
     return Work(h2d_bytes=nbytes, launches=len(experts))
 
 

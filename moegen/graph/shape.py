@@ -253,6 +253,10 @@ class Sizes:
             self._expert_tokens[layer] = self._count_tokens(layer)
         return self._expert_tokens[layer]
 
+    def tokens_are_given(self, layer: int) -> bool:
+        """Whether the shape says what each expert of a layer got."""
+        return layer in (self.shape.expert_tokens or ())
+
     def _count_tokens(self, layer: int) -> Sequence[int]:
         given = self.shape.expert_tokens
         if given is not None and layer in given:
