@@ -7,6 +7,7 @@ import math
 import pytest
 from handmade import task, tid
 
+import moegen as mg
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import NO_WORK, Lane, Task, TaskGraph, TaskId, Work
@@ -200,3 +201,20 @@ def test_a_call_of_attention_costs_something_beside_its_kv(hw):
     work = {"gpu_bytes": 400, "rows": 5, "calls": 3}
     assert estimate(dear, "attn_gpu", "GPU", **work).seconds == 2.5
     assert estimate(dear.with_(gpu_call_s=0.5), "attn_gpu", "GPU", **work).seconds == 4.0
+
+
+@pytest.mark.parametrize("wrong", ["c2", 3, mg.HardwareSpec.from_name("c2")])
+def test_what_is_no_cost_model_is_refused(wrong):
+    hw = mg.HardwareSpec.from_name("c2")
+    model, work = mg.ModelSpec.from_pretrained("mixtral-8x7b"), mg.Workload.uniform(8, 16, 8)
+    g = mg.build(model, mg.Strategy(B=4, b_a=4, b_e=64), "decode", kv_len=16)
+    for use in (mg.simulate, mg.steady, mg.bound_s, mg.critical_path_s):
+        with pytest.raises(mg.InvalidInput, match="cost must be a CostModel"):
+            use(g, wrong)
+    with pytest.raises(mg.InvalidInput, match="cost must be a CostModel"):
+        mg.plan(model, hw, work, wrong)
+
+
+def test_a_roofline_is_of_a_machine():
+    with pytest.raises(mg.InvalidInput, match="hw must be a HardwareSpec, got 'c2'"):
+        mg.CostModel.roofline("c2")

@@ -213,3 +213,13 @@ def test_plans_and_simulates():
     # The weights of a step over the link, and no less.
     weights_s = (model.weight_bytes - model.head_bytes) / hw.h2d_bytes_per_s
     assert 1.0 <= mg.simulate(g, mg.CostModel.roofline(hw), steps=2).period_s / weights_s < 2
+
+
+def test_machines_that_differ_by_their_link_have_names_that_do():
+    plain, other = (
+        HardwareSpec.from_name(f"rtx-4090+epyc-9354+384GB{x}") for x in ("", "+pcie3-x16")
+    )
+    assert (plain.name, other.name) == (
+        "rtx-4090+epyc-9354+384GB", "rtx-4090+epyc-9354+384GB+pcie3-x16",
+    )  # fmt: skip
+    assert HardwareSpec.from_name(other.name) == other

@@ -135,8 +135,9 @@ def compose(
     memory = str(memory)  # YAML has plain numbers too
     size, kind, channels = _memory(memory, the_cpu)
     the_link = _link(link, the_gpu, the_cpu)
+    chosen = [] if link is None else [the_link.name]
     values: Values = {
-        "name": "+".join([the_gpu.name, the_cpu.name, memory.replace(" ", "-")]),
+        "name": "+".join([the_gpu.name, the_cpu.name, memory.replace(" ", "-"), *chosen]),
         "cpu_name": f"{the_cpu.get('cpu_name')}, {the_cpu.get('cores')} cores",
         "host_memory_bytes": size,
         "gpu_efficiency": _efficiency(the_gpu),

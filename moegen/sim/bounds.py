@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moegen.errors import DeadlockError, GraphError
 from moegen.graph.task import EdgeKind, Lane, TaskGraph, TaskId
-from moegen.sim.cost import CostModel
+from moegen.sim.cost import CostModel, checked_cost
 from moegen.sim.engine import in_steps
 from moegen.units import format_seconds
 
@@ -25,6 +25,7 @@ def critical_path_s(g: TaskGraph, cost: CostModel, steps: int = 1) -> float:
     DeadlockError
         If edges contradict the order within a lane.
     """
+    checked_cost(cost)
     tasks = {t.id: t for t in in_steps(g, steps)}
     within, across = _before(g), _before(g, distance=1)
     order = _topological(within)
@@ -115,7 +116,7 @@ def bound(g: TaskGraph, cost: CostModel) -> Bound:
             f"the bound is that of one step, but the graph has {g.n_steps}: pass the graph of "
             f"one step"
         )
-    cost = cost.physical()
+    cost = checked_cost(cost).physical()
     seconds: dict[TaskId, float] = {}
     demand: dict[str, float] = defaultdict(float)
     for task in g:

@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.task import Task, TaskId
 
@@ -195,6 +196,15 @@ class CostModel(ABC):
         from moegen.sim.fixed import Fixed
 
         return Fixed(durations, demands or {}, capacities or {}, duplex, provenance)
+
+
+def checked_cost(cost: Any) -> CostModel:
+    """``cost``, if it is a cost model: a machine or its name is easily given in its place."""
+    if not isinstance(cost, CostModel):
+        raise InvalidInput(
+            f"cost must be a CostModel, such as CostModel.roofline(hw), got {cost!r}"
+        )
+    return cost
 
 
 def with_duplex(

@@ -11,7 +11,7 @@ from simpy.events import EventPriority
 
 from moegen.errors import DeadlockError, InvalidInput
 from moegen.graph.task import Task, TaskGraph, TaskId
-from moegen.sim.cost import Cost, CostModel
+from moegen.sim.cost import Cost, CostModel, checked_cost
 from moegen.sim.sharing import fair_speeds
 from moegen.timeline import Timeline, incoming
 
@@ -106,7 +106,7 @@ def estimates(g: TaskGraph, cost: CostModel, repeats: int) -> tuple[list[Cost], 
     InvalidInput
         If a duration is NaN, infinite or negative.
     """
-    if cost.by_work:
+    if checked_cost(cost).by_work:
         examples, kinds = g.kinds
         return [_estimate(cost, t) for t in examples], kinds * repeats
     costs: list[Cost] = []

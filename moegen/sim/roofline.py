@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from moegen.errors import GraphError
+from moegen.errors import GraphError, InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import Lane, Task, Work
 from moegen.sim.cost import Cost, CostModel, Provenance, with_duplex
@@ -34,6 +34,8 @@ class Roofline(CostModel):
     by_work = True
 
     def __init__(self, hw: HardwareSpec) -> None:
+        if not isinstance(hw, HardwareSpec):
+            raise InvalidInput(f"hw must be a HardwareSpec, got {hw!r}")
         self.hw = hw
         self._full = {
             "gpu": 1.0,

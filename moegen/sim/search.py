@@ -23,7 +23,7 @@ from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.sound import saying_what_is_left_free, sound_plan, with_headroom
 from moegen.graph.strategy import Plan, Rejected, Strategy
 from moegen.graph.workload import Workload
-from moegen.sim.cost import CostModel
+from moegen.sim.cost import CostModel, checked_cost
 from moegen.sim.job import JobEstimate, estimate_job
 from moegen.sim.pace import periods_s
 from moegen.sim.pieces import Pricer
@@ -81,9 +81,9 @@ def plan(
     ):  # fmt: skip
         if not isinstance(value, kind):
             raise InvalidInput(f"{name} must be a {kind.__name__}, got {value!r}")
+    cost = CostModel.roofline(hw) if cost is None else checked_cost(cost)
     search = _Search(
-        model, with_headroom(hw) if headroom else hw, work, cost or CostModel.roofline(hw),
-        _checked(fixed),
+        model, with_headroom(hw) if headroom else hw, work, cost, _checked(fixed),
     )  # fmt: skip
     if not headroom:
         return search.plan()
