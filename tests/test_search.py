@@ -406,3 +406,18 @@ def test_what_is_near_keeps_what_is_fixed():
     found = near(SMALL, [base], 0.01, {"omega": 0.3, "b_a": 20})
     assert set(found.omega) == {0.3} and set(found.b_a) == {20} and len(found) > 8
     assert (found.kv_slots >= 1).all() and (found.expert_group <= 8).all()
+
+
+def test_many_short_rows_may_go_in_large_micro_batches():
+    model, hw = (
+        mg.ModelSpec.from_pretrained("gpt-oss-20b"),
+        mg.HardwareSpec.from_name("workstation-5090"),
+    )
+    work = mg.Workload.uniform(50_000, 16, 2)
+    by_hand = mg.plan(model, hw, work, b_a=21_296, omega=0.0)
+    assert mg.plan(model, hw, work).time_s <= 1.005 * by_hand.time_s
+
+
+def test_a_workload_of_any_size_is_planned():
+    few, many = (mg.plan(MIXTRAL, C2, mg.Workload.uniform(n, 512, 256)) for n in (10**6, 10**9))
+    assert many.time_s == pytest.approx(1000 * few.time_s, rel=0.01)

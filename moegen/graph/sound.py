@@ -188,8 +188,7 @@ def _balance(model: ModelSpec, hw: HardwareSpec, work: Workload, s: Strategy) ->
     # A row is halfway through its answer on average.
     tokens = s.B * (2 * work.prompt_tokens + work.gen_tokens) / (2 * work.n)
     kv = tokens * model.kv_bytes_per_token
-    prompts, answers = work.lengths
-    mixed = len(set(prompts.tolist())) > 1 or len(set(answers.tolist())) > 1
+    mixed = len(work.groups) > 1
     calls = (s.B if mixed else 1) * model.n_layers
     flops = sum(x.attention.decode_flops(1) for x in model.layers) * tokens
     on_cpu = calls * (hw.cpu_call_s or 0.0)

@@ -17,6 +17,8 @@ from moegen.sim.pace import AS_GROUPS, MOST_GROUPS, MOST_PARTS
 # Of decode: rows of a micro-batch; tokens of an expert's tile; shares of a layer's experts that
 # slots hold; steps of ω.
 PARTS, TILES, SHARES, OMEGAS = (16, 64, 128, 256, 512), (1024, 8192), (0.25, 0.5, 1.0), 16
+# Of many short rows micro-batches may be larger, if there are so many of them in the batch.
+LARGE_PARTS, LEAST_PARTS = (2048, 8192), 2.5
 # What is fixed of decode's knobs is so for prefill too.
 PREFILLS_TOO = ("b_e", "dense_slots", "expert_group")
 OMEGAS_NEAR = (-4, -3, -2, -1, 1, 2, 3, 4)
@@ -47,7 +49,7 @@ def decode_grid(
     for group in groups(model, fixed):
         values: dict[str, Iterable[Any]] = {
             "B": batches(work, most),
-            "b_a": PARTS,
+            "b_a": [*PARTS, *(n for n in LARGE_PARTS if n <= most / LEAST_PARTS)],
             "b_e": TILES,
             "s_expert": [n * group * model.expert_bytes for n in slot_counts(model, group)],
             "s_params": [0],
