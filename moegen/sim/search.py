@@ -390,9 +390,14 @@ def _best_of_each(s: Strategies, job_s: np.ndarray, most: int) -> np.ndarray:
 
 
 def _apart(found: _Found) -> list[int]:
-    """Indices of the best, and of the best with other rows in flight."""
-    others = np.flatnonzero(found.s.B != found.s.B[0])
-    return [0, *others[:1].tolist()]
+    """Indices of the best, and of the best with other rows in flight, and with other slots.
+
+    From fewer slots no step of one knob leads to more slots with another ω.
+    """
+    indices = [0]
+    for column in (found.s.B, found.s.s_expert):
+        indices += np.flatnonzero(column != column[0])[:1].tolist()
+    return list(dict.fromkeys(indices))
 
 
 def _at_the_bend(found: _Found, i: int) -> Strategy:
