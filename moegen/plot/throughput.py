@@ -33,6 +33,7 @@ _BINDS = {
 _UNFIT = "does not fit"
 _OTHER_BINDS = ("#17becf", "#bcbd22", "#e377c2")
 _LINES = ("#1f3b57", "#c0392b", "#1b7f5c", "#8e44ad", "#b9770e", "#2e86c1", "#566573")
+_BEST = "#c0392b"
 _MARKERS = "osv^Dp*hX"
 
 
@@ -113,13 +114,15 @@ def throughput(
             points[x], points[y], "D", mfc="white", mec="black", mew=1.6, ms=8, label="measured"
         )
     best = _best(df, y)
-    named = [best]
-    for i, (_, curve) in enumerate(curves):
+    named, colour = [best], _BEST
+    for i, (_, curve) in enumerate(curves if len(curves) > 1 else ()):
         own = _best(curve, y)
-        if len(curves) > 1 and own.name != best.name:
+        if own.equals(best):
+            colour = _LINES[i % len(_LINES)]
+        else:
             _point_out(ax, own, x, y, "", _LINES[i % len(_LINES)], 12, named)
             named.append(own)
-    _point_out(ax, best, x, y, "best: " if measured is None else "best predicted: ")
+    _point_out(ax, best, x, y, "best: " if measured is None else "best predicted: ", colour)
     dress(ax.xaxis, x)
     dress(ax.yaxis, y)
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
@@ -161,9 +164,7 @@ def _binding(df: pd.DataFrame) -> dict[str, str]:
     return dict(zip(_MARKERS, names, strict=False))
 
 
-def _shade(
-    ax: Axes, points: Sequence[tuple[float, str]], height: Mapping[float, float]
-) -> None:
+def _shade(ax: Axes, points: Sequence[tuple[float, str]], height: Mapping[float, float]) -> None:
     """Colour the background by what binds, from halfway between one point and the next.
 
     ``height`` is where the curve is at each x: a name on its side stands where the curve is not.
@@ -221,7 +222,7 @@ def _point_out(
     x: str,
     y: str,
     what: str,
-    colour: str = "#c0392b",
+    colour: str = _BEST,
     size: float = 17,
     named: Sequence[pd.Series] = (),
 ) -> None:
@@ -244,7 +245,7 @@ def _point_out(
         ha="left" if share < 0.2 else "right" if share > 0.8 else "center",
         va="bottom",
         fontsize=9 if what else 8,
-        color="#a93226" if what else colour,
+        color="#a93226" if colour == _BEST else colour,
         bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
         zorder=5,
     )
