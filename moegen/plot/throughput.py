@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -210,7 +210,7 @@ def _lowest(y: str) -> bool:
     return y.endswith("_s") and not y.endswith("_per_s")
 
 
-def _best(df: pd.DataFrame, y: str) -> pd.Series:
+def _best(df: pd.DataFrame, y: str) -> Any:
     """The row of the highest, of a time the lowest."""
     ys = np.asarray(df[y], dtype=float)
     return df.iloc[int(ys.argmin() if _lowest(y) else ys.argmax())]
@@ -218,13 +218,13 @@ def _best(df: pd.DataFrame, y: str) -> pd.Series:
 
 def _point_out(
     ax: Axes,
-    row: pd.Series,
+    row: Any,
     x: str,
     y: str,
     what: str,
     colour: str = _BEST,
     size: float = 17,
-    named: Sequence[pd.Series] = (),
+    named: Sequence[Any] = (),
 ) -> None:
     """A star at a row's point and its numbers above, unless they would touch those ``named``."""
     at, value = float(row[x]), float(row[y])
