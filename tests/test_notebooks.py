@@ -35,6 +35,8 @@ days = df.set_index("hw")["days"]
 assert days["today"] > 7 and choice["hw"] == "+ 512 GB" and choice["extra_usd"] == 1100
 assert days["PCIe 5"] > 2 * days["+ 512 GB"] > 2 * days["PCIe 5 + 512 GB"]
 assert 0.9 < days["48 GB GPU"] / days["today"] < 1
+assert days["48 GB GPU"] > 7
+assert 0.1 < df.set_index("hw")["omega"]["+ 512 GB"] < 1 / 7
 rows = df.set_index("hw")["B"]
 assert 13 < rows["+ 512 GB"] / rows["today"] < 15
 assert enough == 576
@@ -49,6 +51,9 @@ assert best["omega"]["link x 2"] < 0.4 and best["omega"]["CPU attention x 2"] > 
 speed = moved.set_index(["machine", "omega"])["decode_tokens_per_s"]
 assert speed["CPU attention x 2", 0.0] < 1.01 * speed["c2", 0.0]
 assert speed["link x 2", 1.0] < 1.02 * speed["c2", 1.0]
+higher = lines[["link", turns]].max(axis=1)
+assert abs(higher.idxmin() - 0.6) < 0.01 and (alone / higher).between(1.0, 1.05).all()
+assert abs((lines["link"] - lines["CPU attention"]).abs().idxmin() - 0.75) < 0.01
 assert "host_bytes_per_s has no effect" in memory.attrs["notes"][0]
 """,
     "03_anatomy_of_a_step": """
@@ -109,6 +114,7 @@ def test_saved_as_run_from_the_top(path):
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     kinds = [output["output_type"] for cell in code for output in cell.outputs]
     assert "error" not in kinds
+    assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)
     streams = {o["name"] for cell in code for o in cell.outputs if o["output_type"] == "stream"}
     assert streams <= {"stdout"}
     assert path.stat().st_size < 500_000

@@ -265,6 +265,9 @@ def test_a_hue_has_a_curve_a_value_and_a_marker_a_part(curve):
         "bound by CPU attention",
     ]
     assert ax.lines[0].get_ydata().max() == 110 and not ax.patches
+    stars = [line for line in ax.lines if line.get_marker() == "*"]
+    assert [s.get_ydata()[0] for s in stars] == [110, 220]
+    assert stars[1].get_color() == ax.lines[3].get_color()
 
 
 def test_frames_that_cannot_be_drawn_are_refused(curve):

@@ -129,6 +129,16 @@ def test_names_of_points_lie_on_no_other(machines):
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
+def test_prices_far_apart_are_drawn_by_their_ratio(machines):
+    ax = mg.plot.pareto(machines.assign(price_usd=[1000, 1100, 1200, 30_000, 60_000]))
+    assert ax.get_xscale() == "log" and mg.plot.pareto(machines).get_xscale() == "linear"
+
+
+def test_a_frontier_is_named_after_what_it_costs(machines):
+    ax = mg.plot.pareto(machines.assign(power_w=machines["price_usd"]), x="power_w")
+    assert "best at its power or below" in [t.get_text() for t in ax.get_legend().get_texts()]
+
+
 def test_pareto_leaves_out_what_does_not_fit_and_refuses_unknown_prices(machines):
     machines["error"] = ["", "", "", "does not fit", ""]
     machines.loc[3, "decode_tokens_per_s"] = float("nan")

@@ -204,7 +204,8 @@ def _draw_box(ax: Axes, drawing: _Layer, op: str, colour: str, caption: str) -> 
             zorder=3,
         )
     )
-    ax.text(x, y, caption, ha="center", va="center", fontsize=8, color=ink(colour), zorder=4)
+    size = 8 if len(op) < 13 else 7
+    ax.text(x, y, caption, ha="center", va="center", fontsize=size, color=ink(colour), zorder=4)
 
 
 def _draw_arrow(ax: Axes, drawing: _Layer, kind: EdgeKind, src: str, dst: str) -> None:
@@ -281,12 +282,13 @@ def _set_axes(ax: Axes, drawing: _Layer, n_columns: int) -> None:
     from matplotlib.lines import Line2D
 
     for y in range(len(drawing.rows)):
-        ax.axhspan(y - 0.48, y + 0.48, color="#f4f4f4" if y % 2 else "#fafafa", lw=0, zorder=0)
+        end = y + (0.48 if y < len(drawing.rows) - 1 else 0.78)  # with what the last waits for
+        ax.axhspan(y - 0.48, end, color="#f4f4f4" if y % 2 else "#fafafa", lw=0, zorder=0)
     names = [f"{lane.value}\n{LANE_WORDS[lane]}" for lane in drawing.rows]
     ax.set_yticks(range(len(drawing.rows)), names, fontsize=8)
     ax.set_xticks([])
     ax.set_xlim(-0.6, n_columns + 0.05)
-    ax.set_ylim(len(drawing.rows) - 0.12, -0.5)
+    ax.set_ylim(len(drawing.rows) - 0.2, -0.5)
     ax.tick_params(length=0)
     for spine in ax.spines.values():
         spine.set_visible(False)
@@ -295,8 +297,8 @@ def _set_axes(ax: Axes, drawing: _Layer, n_columns: int) -> None:
     title = f"{name} {drawing.graph.phase}, layer {drawing.layer}"
     ax.set_title(title, loc="left", fontsize=10)
     words = {
-        EdgeKind.DATA: "reads what it wrote",
-        EdgeKind.BUFFER: "writes to a slot it still uses",
+        EdgeKind.DATA: "needs its output",
+        EdgeKind.BUFFER: "needs its slot",
     }
     ax.legend(
         handles=[
@@ -304,7 +306,7 @@ def _set_axes(ax: Axes, drawing: _Layer, n_columns: int) -> None:
             for kind, c in _KINDS.items()
             for label in [f"{kind.value}: {words[kind]}"]
         ]
-        + [Line2D([], [], ls="", label="small: waits for this outside the layer")],
+        + [Line2D([], [], ls="", label="small: what else it waits for, in other layers")],
         loc="lower right",
         bbox_to_anchor=(1, 1),
         ncols=3,

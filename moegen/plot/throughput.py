@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,6 +33,7 @@ _BINDS = {
 _UNFIT = "does not fit"
 _OTHER_BINDS = ("#17becf", "#bcbd22", "#e377c2")
 _LINES = ("#1f3b57", "#c0392b", "#1b7f5c", "#8e44ad", "#b9770e", "#2e86c1", "#566573")
+_BEST = "#c0392b"
 _MARKERS = "osv^Dp*hX"
 
 
@@ -47,7 +48,8 @@ def throughput(
     """A curve of predictions with its best point, and what was measured beside it.
 
     Where ``df`` has a column ``binds`` (see `moegen.sim.bounds.Bound.binds`) the background of
-    a single curve is coloured by what binds and says so; several curves have a marker for each.
+    a single curve is coloured by what binds and says so; several curves have a marker for each,
+    and a star each at its own best point.
 
     Points that do not fit (see ``error`` in :func:`moegen.sweep`) are crosses at the bottom.
 
@@ -91,7 +93,8 @@ def throughput(
     if len(unfit):
         _mark_unfit(ax, unfit[x].tolist(), _unfit_label(unfit, hue))
     if regimes and hue is None:
-        _shade(ax, [*zip(df[x], df["binds"], strict=True), *((at, _UNFIT) for at in unfit[x])])
+        regions = [*zip(df[x], df["binds"], strict=True), *((at, _UNFIT) for at in unfit[x])]
+        _shade(ax, regions, dict(zip(df[x], df[y], strict=True)))
     curves = [("predicted", df)]
     if hue is not None:
         several = df.groupby(hue, sort=is_numeric_dtype(df[hue]))  # names as they come
@@ -110,7 +113,16 @@ def throughput(
         ax.plot(
             points[x], points[y], "D", mfc="white", mec="black", mew=1.6, ms=8, label="measured"
         )
-    _point_out_best(ax, df, x, y, "best" if measured is None else "best predicted")
+    best = _best(df, y)
+    named, colour = [best], _BEST
+    for i, (_, curve) in enumerate(curves if len(curves) > 1 else ()):
+        own = _best(curve, y)
+        if own.equals(best):
+            colour = _LINES[i % len(_LINES)]
+        else:
+            _point_out(ax, own, x, y, "", _LINES[i % len(_LINES)], 12, named)
+            named.append(own)
+    _point_out(ax, best, x, y, "best: " if measured is None else "best predicted: ", colour)
     dress(ax.xaxis, x)
     dress(ax.yaxis, y)
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
@@ -152,8 +164,11 @@ def _binding(df: pd.DataFrame) -> dict[str, str]:
     return dict(zip(_MARKERS, names, strict=False))
 
 
-def _shade(ax: Axes, points: Sequence[tuple[float, str]]) -> None:
-    """Colour the background by what binds, from halfway between one point and the next."""
+def _shade(ax: Axes, points: Sequence[tuple[float, str]], height: Mapping[float, float]) -> None:
+    """Colour the background by what binds, from halfway between one point and the next.
+
+    ``height`` is where the curve is at each x: a name on its side stands where the curve is not.
+    """
     points = sorted(points, key=lambda point: point[0])
     xs, names = [at for at, _ in points], [_name(binds) for _, binds in points]
     colours = {_name(binds): _BINDS[binds] for _, binds in points if binds in _BINDS}
@@ -168,13 +183,15 @@ def _shade(ax: Axes, points: Sequence[tuple[float, str]]) -> None:
         ax.axvspan(begin, end, color=colours[name], alpha=0.16, lw=0, zorder=0)
         text = name if name == _UNFIT else f"{name} binds"
         fits = len(text) < (end - begin) / (right - left) * letters(ax)
+        highest = max((height.get(at, 0.0) for at in xs[first : last + 1]), default=0.0)
+        on_top = fits or highest < 0.5 * ax.get_ylim()[1]
         ax.text(
             (begin + end) / 2,
-            0.985 if fits else 0.02,
+            0.985 if on_top else 0.02,
             text,
             transform=ax.get_xaxis_transform(),
             ha="center",
-            va="top" if fits else "bottom",
+            va="top" if on_top else "bottom",
             fontsize=8,
             color="#333333",
             rotation=0 if fits else 90,
@@ -189,26 +206,48 @@ def _mark(
         ax.plot(own[x], own[y], marker, color=colour, ms=6)
 
 
-def _point_out_best(ax: Axes, df: pd.DataFrame, x: str, y: str, what: str) -> None:
-    lowest = y.endswith("_s") and not y.endswith("_per_s")
-    xs, ys = np.asarray(df[x], dtype=float), np.asarray(df[y], dtype=float)
-    best = int(ys.argmin() if lowest else ys.argmax())
-    at, value = float(xs[best]), float(ys[best])
+def _lowest(y: str) -> bool:
+    return y.endswith("_s") and not y.endswith("_per_s")
+
+
+def _best(df: pd.DataFrame, y: str) -> Any:
+    """The row of the highest, of a time the lowest."""
+    ys = np.asarray(df[y], dtype=float)
+    return df.iloc[int(ys.argmin() if _lowest(y) else ys.argmax())]
+
+
+def _point_out(
+    ax: Axes,
+    row: Any,
+    x: str,
+    y: str,
+    what: str,
+    colour: str = _BEST,
+    size: float = 17,
+    named: Sequence[Any] = (),
+) -> None:
+    """A star at a row's point and its numbers above, unless they would touch those ``named``."""
+    at, value = float(row[x]), float(row[y])
     of_tokens = y.endswith("tokens_per_s") or y == "throughput"
-    unit = " tokens/s" if of_tokens else " s" if lowest else ""
+    unit = " tokens/s" if of_tokens else " s" if _lowest(y) else ""
     left, right = ax.get_xlim()
-    share = (at - left) / (right - left)
-    ax.plot(at, value, "*", color="#c0392b", mec="white", mew=0.8, ms=17, zorder=4)
+    share, top = (at - left) / (right - left), ax.get_ylim()[1]
+    ax.plot(at, value, "*", color=colour, mec="white", mew=0.8, ms=size, zorder=4)
+    near = (abs(at - o[x]) < 0.3 * (right - left) for o in named if abs(value - o[y]) < 0.1 * top)
+    if any(near):
+        return
+    numbers = f"{_short(value)}{unit} at {symbol(x)} = {value_name(x, at)}"
     ax.annotate(
-        f"{what}: {_short(value)}{unit} at {symbol(x)} = {value_name(x, at)}",
+        what + numbers if what else f"{_short(value)} at {value_name(x, at)}",
         (at, value),
         (0, 9),
         textcoords="offset points",
         ha="left" if share < 0.2 else "right" if share > 0.8 else "center",
         va="bottom",
-        fontsize=9,
-        color="#a93226",
+        fontsize=9 if what else 8,
+        color="#a93226" if colour == _BEST else colour,
         bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
+        zorder=5,
     )
 
 
