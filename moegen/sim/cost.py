@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
+from moegen.graph.company import RESOURCES as RESOURCES
 from moegen.graph.task import Task, TaskId
 
 if TYPE_CHECKING:
@@ -21,10 +22,6 @@ if TYPE_CHECKING:
     from moegen.sim.fixed import Fixed
     from moegen.sim.measured import Measured
     from moegen.sim.roofline import Roofline
-
-#: What lanes share. GPU, CPU and the executor's host code ("issue") are counted in seconds of the
-#: whole, the rest in bytes.
-RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu", "issue")
 
 
 class Provenance(enum.StrEnum):
@@ -75,8 +72,8 @@ class CostModel(ABC):
     Attributes
     ----------
     by_work : bool
-        Whether op, lane and work are all that an estimate depends on. Tasks that have them in
-        common are then estimated once.
+        Whether op, phase, lane and work are all that an estimate depends on. Tasks that have
+        them in common are then estimated once.
     """
 
     by_work = False
@@ -101,6 +98,13 @@ class CostModel(ABC):
         """The same without what is the executor's own: what bounds are measured against."""
         return self
 
+    def spread(self, task: Task) -> float:
+        """How much the seconds of ``task`` vary: their relative standard deviation, 0 if unknown.
+
+        It is of repeated measurements of one kernel or copy; no prediction rests on it.
+        """
+        return 0.0
+
     def loads(self, cost: Cost) -> dict[str, float]:
         """Units per second that a task of this cost draws at full speed.
 
@@ -116,7 +120,7 @@ class CostModel(ABC):
         }
 
     def domain(self) -> pd.DataFrame:
-        """What was measured: a row for each op and feature of its work.
+        """What was measured: a row for each curve, op and feature of its work.
 
         Returns
         -------

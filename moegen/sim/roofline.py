@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.task import Lane, Task, Work
+from moegen.graph.task import Lane, Task, TaskId, Work
 from moegen.sim.cost import Cost, CostModel, Provenance, with_duplex
 
 # A task of so many times the host code's own time hides it.
@@ -41,6 +41,7 @@ class Roofline(CostModel):
             "gpu": 1.0,
             "h2d": float(hw.h2d_bytes_per_s),
             "d2h": float(hw.d2h_bytes_per_s),
+            "zero_copy": float(hw.zero_copy_bytes_per_s),
             "host_memory": float(hw.host_bytes_per_s),
             "cpu": 1.0,
             "issue": 1.0,
@@ -62,15 +63,10 @@ class Roofline(CostModel):
         return self if self.hw.task_s is None else Roofline(replace(self.hw, task_s=None))
 
     def estimate(self, task: Task) -> Cost:
-        work, lane = task.work, task.lane
-        if work is None:
-            raise GraphError(
-                f"{task.id} has no work yet, so it has no cost: give the graph a shape with "
-                f"g.bind(shape), or build it with kv_len= or prompt_len="
-            )
+        work, lane = bound_work(task), task.lane
         if work.launches == 0:
             return _NOTHING
-        seconds, provenance = self._alone(task.id.op, lane, work)
+        seconds, provenance = self._alone(task.id, lane, work)
         demands: dict[str, float] = {}
         if seconds < _HIDES * self._issue_s:
             # A longer task is issued while the one before it runs, and slows nobody.
@@ -89,7 +85,7 @@ class Roofline(CostModel):
             demands["cpu"] = seconds
         return Cost(seconds, provenance, demands)
 
-    def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, Provenance]:
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance]:
         """Seconds on the machine, the executor's host code left out, and their provenance."""
         return self._physics(lane, work), Provenance.ROOFLINE
 
@@ -122,6 +118,16 @@ class Roofline(CostModel):
             up, down = min(up, most), min(down, most)
         host_bytes = work.host_bytes + work.h2d_bytes + work.d2h_bytes
         return max(work.h2d_bytes / up, work.d2h_bytes / down, host_bytes / link["host_memory"])
+
+
+def bound_work(task: Task) -> Work:
+    """The work of a task; GraphError if it has none yet."""
+    if task.work is None:
+        raise GraphError(
+            f"{task.id} has no work yet, so it has no cost: give the graph a shape with "
+            f"g.bind(shape), or build it with kv_len= or prompt_len="
+        )
+    return task.work
 
 
 _NOTHING = Cost(0.0, Provenance.ROOFLINE)
