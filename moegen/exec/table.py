@@ -123,9 +123,9 @@ def measure_table(
         date=time.strftime("%Y-%m-%d"),
         versions=_versions(),
         dtype=rates.dtype_name(dtype),
-        curves=_distinct(found),
+        curves=tuple(_distinct(found)),
         peaks={},
-        company=beside,
+        company=tuple(beside),
     )
 
 
