@@ -203,7 +203,8 @@ def test_an_op_that_was_not_measured_takes_the_roofline():
 
 def test_demands_and_capacities_are_the_machines():
     roofline = CostModel.roofline(HW)
-    assert COST.capacities(("h2d", "d2h")) == roofline.capacities(("h2d", "d2h"))
+    both = {"h2d": (1.0,), "d2h": (1.0,)}
+    assert COST.capacities(both) == roofline.capacities(both)
     assert COST.estimate(copied(30)).demands == roofline.estimate(copied(30)).demands
     assert COST.estimate(product(4, 10)).demands == {"gpu": 1.0}
     # 20 bytes a second were measured of a link that is said to give 10: it cannot ask for more.

@@ -5,15 +5,19 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.company import RESOURCES as RESOURCES
+from moegen.graph.company import Company
 from moegen.graph.task import Task, TaskId
+from moegen.sim.capacities import NOTHING, InUse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,21 +78,51 @@ class CostModel(ABC):
     by_work : bool
         Whether op, phase, lane and work are all that an estimate depends on. Tasks that have
         them in common are then estimated once.
+    company : tuple of Company
+        Which resources give less while which others are in use, where that was measured: what
+        ``capacities`` rests on then.
     """
 
     by_work = False
+    company: tuple[Company, ...] = ()
 
     @abstractmethod
     def estimate(self, task: Task) -> Cost:
         """Seconds, their provenance and the demands on resources of ``task`` run alone."""
 
     @abstractmethod
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
         """Units per second of each shared resource while those ``in_use`` are drawn on.
 
-        The set matters where a resource gives less in company: a link's direction does
-        when the other direction is in use.
+        Parameters
+        ----------
+        in_use : mapping of str to sequence of float
+            By resource, what each of the tasks that run would draw on it at full speed, 0 where
+            one draws nothing, the tasks in one order for all. It matters where a resource gives
+            less in company: a link's direction does when the other direction is in use.
         """
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        """The same for many sets of tasks at once.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Resources.
+        draws : ndarray, shape [sets, tasks, resources]
+            Units per second that each task draws at full speed.
+
+        Returns
+        -------
+        ndarray, shape [sets, resources]
+            inf for a resource that there is always enough of.
+        """
+        rows = []
+        for one in draws:
+            in_use = {n: one[:, r].tolist() for r, n in enumerate(names) if one[:, r].any()}
+            given = self.capacities(in_use)
+            rows.append([given.get(name, np.inf) for name in names])
+        return np.array(rows).reshape(len(draws), len(names))
 
     def seconds(self, task: Task) -> float:
         """Duration of ``task`` run alone."""
@@ -114,10 +148,9 @@ class CostModel(ABC):
         if cost.seconds == 0:
             return {}
         used = {r: units for r, units in cost.demands.items() if units > 0}
-        capacity = self.capacities(used)
-        return {
-            r: min(units / cost.seconds, capacity[r]) for r, units in used.items() if r in capacity
-        }
+        drawn = {r: units / cost.seconds for r, units in used.items()}
+        capacity = self.capacities({r: (rate,) for r, rate in drawn.items()})
+        return {r: min(rate, capacity[r]) for r, rate in drawn.items() if r in capacity}
 
     def domain(self) -> pd.DataFrame:
         """What was measured: a row for each curve, op and feature of its work.
@@ -209,14 +242,3 @@ def checked_cost(cost: Any) -> CostModel:
             f"cost must be a CostModel, such as CostModel.roofline(hw), got {cost!r}"
         )
     return cost
-
-
-def with_duplex(
-    capacities: Mapping[str, float], limits: Mapping[str, float | None]
-) -> dict[str, float]:
-    """The same capacities while both directions of the link are in use."""
-    both = dict(capacities)
-    for name, limit in limits.items():
-        if limit is not None and name in both:
-            both[name] = min(both[name], float(limit))
-    return both

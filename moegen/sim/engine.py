@@ -340,7 +340,8 @@ class _Fluid:
         """The speed of what runs on each lane, 0 where nothing does."""
         known = list(self._draws)
         loads = [dict(known[draw]) for draw in draws if draw != _NONE]
-        in_use = {name for load in loads for name in load}
+        names = {name for load in loads for name in load}
+        in_use = {name: [load.get(name, 0.0) for load in loads] for name in names}
         speeds = iter(fair_speeds(loads, self._cost.capacities(in_use)))
         return [0.0 if draw == _NONE else next(speeds) for draw in draws]
 

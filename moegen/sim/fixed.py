@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.task import Task, TaskId
-from moegen.sim.cost import Cost, CostModel, with_duplex
+from moegen.sim.capacities import NOTHING, Duplex, InUse
+from moegen.sim.cost import Cost, CostModel
 
 
 class Fixed(CostModel):
@@ -34,14 +37,17 @@ class Fixed(CostModel):
         if not asked <= capacities.keys():
             missing = ", ".join(sorted(asked - capacities.keys()))
             raise InvalidInput(f"tasks draw on {missing}, whose capacity is not given")
-        self._full = {name: float(rate) for name, rate in capacities.items()}
-        self._duplex = with_duplex(self._full, _limits(duplex))
+        full = {name: float(rate) for name, rate in capacities.items()}
+        self._capacities = Duplex(full, _limits(duplex))
 
     def __repr__(self) -> str:
         return f"CostModel.fixed({len(self._durations)} durations)"
 
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
-        return self._duplex if "h2d" in in_use and "d2h" in in_use else self._full
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
+        return self._capacities.of(in_use)
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        return self._capacities.of_many(names, draws)
 
     def estimate(self, task: Task) -> Cost:
         given, drawn = _key(self._durations, task.id), _key(self._demands, task.id)

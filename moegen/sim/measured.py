@@ -16,6 +16,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.layer import Phase
 from moegen.graph.profile_table import ProfileTable, profiles
 from moegen.graph.task import Lane, Task, TaskId, Work
+from moegen.sim.capacities import InCompany
 from moegen.sim.cost import CostModel, Provenance
 from moegen.sim.roofline import Roofline, bound_work
 
@@ -43,6 +44,12 @@ class Measured(Roofline):
     Attention was measured on rows of one length: each further run of lengths costs what the
     machine's ``cpu_call_s`` or ``gpu_call_s`` says, where it is known.
 
+    Where the table says what resources give in company (`moegen.graph.company`), sharing rests on
+    that (`moegen.sim.capacities.InCompany`) and not on the machine's ``host_bytes_per_s`` and
+    ``duplex_bytes_per_s``: zero-copy kernels (lanes KV and ACT) then also draw on what such
+    kernels get of the link, and host memory is what CPU attention gets of it, which copies
+    disturb rather than draw on.
+
     Parameters
     ----------
     table : ProfileTable
@@ -52,6 +59,10 @@ class Measured(Roofline):
     def __init__(self, table: ProfileTable) -> None:
         super().__init__(table.machine)
         self.table = table
+        if table.company:
+            full = self._full | {"host_memory": float(self.hw.cpu_attn_bytes_per_s)}
+            self._capacities = InCompany(full, table.company)
+            self.company = table.company
         lines = [(_Line(curve), curve) for curve in table.curves]
         self._lines = {
             (op, phase): _of_phase([pair for pair in lines if op in pair[1].ops], phase)
@@ -87,6 +98,15 @@ class Measured(Roofline):
             return _nearest(lines, work).spread(work)
         except ZeroDivisionError:
             raise GraphError(_nothing_of(task.id.op, work)) from None
+
+    def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
+        if not self.table.company:
+            super()._add_memory(demands, lane, work)
+        elif lane is Lane.CPU:
+            if work.host_bytes:
+                demands["host_memory"] = work.host_bytes
+        elif (lane is Lane.KV or lane is Lane.ACT) and (moved := work.h2d_bytes + work.d2h_bytes):
+            demands["zero_copy"] = moved
 
     def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance]:
         lines = self._lines.get(task[:2])
