@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
-from moegen.graph.task import Task, TaskId
+from moegen.graph.task import Task, TaskGraph, TaskId
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moegen.graph.hardware import HardwareSpec
     from moegen.sim.fixed import Fixed
     from moegen.sim.measured import Measured
+    from moegen.sim.recorded import Recorded
     from moegen.sim.roofline import Roofline
 
 #: What lanes share. GPU, CPU and the executor's host code ("issue") are counted in seconds of the
@@ -196,6 +197,25 @@ class CostModel(ABC):
         from moegen.sim.fixed import Fixed
 
         return Fixed(durations, demands or {}, capacities or {}, duplex, provenance)
+
+    @staticmethod
+    def recorded(graph: TaskGraph, data: Mapping[str, Any]) -> Recorded:
+        """What the tasks of a saved run cost: the inverse of ``Recorded.to_dict``.
+
+        Parameters
+        ----------
+        graph : TaskGraph
+            What was run.
+        data : mapping
+
+        Raises
+        ------
+        InvalidInput
+            If the data are damaged.
+        """
+        from moegen.sim.recorded import Recorded
+
+        return Recorded.from_dict(graph, data)
 
 
 def checked_cost(cost: Any) -> CostModel:

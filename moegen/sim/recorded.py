@@ -1,0 +1,112 @@
+"""What the tasks of a simulated run cost: kept with its timeline, and saved with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from moegen.errors import InvalidInput, MoegenError
+from moegen.graph.checks import wholes
+from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.sim.cost import Cost, CostModel
+
+
+class Recorded(CostModel):
+    """The costs of a run's tasks, and the rule by which they shared the machine.
+
+    Made by :func:`moegen.simulate`, and by :meth:`CostModel.recorded` from a file. A step beyond
+    those of the run costs what the last one did.
+
+    Parameters
+    ----------
+    graph : TaskGraph
+        What was run.
+    costs : sequence of Cost
+        One of each kind of task.
+    kinds : sequence of int, shape [steps * n]
+        The kind of each of the graph's n tasks in program order, step after step.
+    rule : CostModel
+        Gives capacities.
+    shared : bool
+        Whether the run's tasks shared them: False if nobody disturbed anybody.
+    """
+
+    def __init__(
+        self,
+        graph: TaskGraph,
+        costs: Sequence[Cost],
+        kinds: Sequence[int],
+        rule: CostModel,
+        *,
+        shared: bool,
+    ) -> None:
+        self.graph, self.costs, self.rule, self.shared = graph, tuple(costs), rule, shared
+        self._kinds = kinds
+
+    def __repr__(self) -> str:
+        return f"<Recorded costs of {len(self.costs)} kinds of tasks, {self.n_steps} step(s)>"
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that costs are told apart for."""
+        return len(self._kinds) // max(1, len(self.graph))
+
+    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
+        return self.rule.capacities(in_use)
+
+    def estimate(self, task: Task) -> Cost:
+        step, first = 0, task.id
+        if self.graph.n_steps == 1:
+            step, first = min(task.id.step, self.n_steps - 1), task.id._replace(step=0)
+        place = self._places.get(first)
+        if place is None:
+            raise InvalidInput(f"{task.id} is no task of the run that the costs are of")
+        return self.costs[self._kinds[step * len(self.graph) + place]]
+
+    @cached_property
+    def _places(self) -> dict[TaskId, int]:
+        return {t.id: i for i, t in enumerate(self.graph)}
+
+    def kinds(self, repeats: int) -> list[int]:
+        """The kind of each task of so many steps, shape [repeats * n]."""
+        n, last = len(self.graph), self.n_steps - 1
+        steps = [min(k, last) * n for k in range(repeats)]
+        return [kind for begin in steps for kind in self._kinds[begin : begin + n]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without the graph; steps that are alike are said once."""
+        n, kinds = len(self.graph), list(self._kinds)
+        alike = kinds == kinds[:n] * self.n_steps
+        capacities, both = self.rule.capacities(), self.rule.capacities({"h2d", "d2h"})
+        return {
+            "costs": [[c.seconds, str(c.provenance), dict(c.demands)] for c in self.costs],
+            "kinds": kinds[:n] if alike else kinds,
+            "capacities": dict(capacities),
+            "duplex": {r: rate for r, rate in both.items() if rate != capacities[r]},
+            "shared": self.shared,
+        }
+
+    @classmethod
+    def from_dict(cls, graph: TaskGraph, data: Mapping[str, Any]) -> Recorded:
+        """Inverse of :meth:`to_dict`.
+
+        Raises
+        ------
+        InvalidInput
+            If the data are not what it gave, or of another graph.
+        """
+        try:
+            costs = [Cost(seconds, str(p), dict(demands)) for seconds, p, demands in data["costs"]]
+            kinds = wholes(data["kinds"], "kinds", at_most=len(costs) - 1)
+            if len(kinds) % max(1, len(graph)) or bool(kinds) != bool(len(graph)):
+                raise InvalidInput(f"it has {len(kinds)} kinds for {len(graph)} tasks a step")
+            shared = data["shared"]
+            if not isinstance(shared, bool):
+                raise InvalidInput(f"shared must be true or false, got {shared!r}")
+            rule = CostModel.fixed({}, capacities=data["capacities"], duplex=data["duplex"])
+        except MoegenError as e:
+            raise InvalidInput(f"the costs are damaged: {e}") from e
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise InvalidInput(f"the costs are damaged: {type(e).__name__}: {e}") from e
+        return cls(graph, costs, kinds, rule, shared=shared)
