@@ -58,26 +58,25 @@ class Recorded(CostModel):
     def estimate(self, task: Task) -> Cost:
         step, first = 0, task.id
         if self.graph.n_steps == 1:
-            step, first = min(task.id.step, self.n_steps - 1), task.id._replace(step=0)
+            step, first = task.id.step, task.id._replace(step=0)
         place = self._places.get(first)
         if place is None:
             raise InvalidInput(f"{task.id} is no task of the run that the costs are of")
-        return self.costs[self._kinds[step * len(self.graph) + place]]
+        return self.costs[self.kinds(step)[place]]
 
     @cached_property
     def _places(self) -> dict[TaskId, int]:
         return {t.id: i for i, t in enumerate(self.graph)}
 
-    def kinds(self, repeats: int) -> list[int]:
-        """The kind of each task of so many steps, shape [repeats * n]."""
-        n, last = len(self.graph), self.n_steps - 1
-        steps = [min(k, last) * n for k in range(repeats)]
-        return [kind for begin in steps for kind in self._kinds[begin : begin + n]]
+    def kinds(self, step: int) -> Sequence[int]:
+        """The kind of each task of a step, shape [n]."""
+        begin = min(step, self.n_steps - 1) * len(self.graph)
+        return self._kinds[begin : begin + len(self.graph)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without the graph; steps that are alike are said once."""
         n, kinds = len(self.graph), list(self._kinds)
-        alike = kinds == kinds[:n] * self.n_steps
+        alike = all(kinds[:n] == kinds[at : at + n] for at in range(n, len(kinds), n))
         capacities, both = self.rule.capacities(), self.rule.capacities({"h2d", "d2h"})
         return {
             "costs": [[c.seconds, str(c.provenance), dict(c.demands)] for c in self.costs],
