@@ -470,7 +470,11 @@ class Timeline:
         InvalidInput
             If the file is missing or holds no timeline.
         """
-        return cls.from_dict(read_json(path, "the timeline"))
+        data = read_json(path, "the timeline")
+        try:
+            return cls.from_dict(data)
+        except InvalidInput as e:
+            raise InvalidInput(f"{path}: {e}") from e
 
 
 def incoming(graph: TaskGraph, task_id: TaskId) -> list[Edge]:

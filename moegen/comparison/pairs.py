@@ -82,8 +82,8 @@ def _rows(timeline: Timeline, which: str) -> np.ndarray:
     missing = [i for ids in wanted for i in ids if i not in timeline.row]
     if missing:
         raise InvalidInput(
-            f"the {which} timeline lacks {len(missing)} tasks of its steps, such as {missing[0]}: "
-            f"compare whole steps"
+            f"the {which} timeline lacks {len(missing)} of its steps' {sum(map(len, wanted))} "
+            f"tasks, such as {missing[0]}: compare whole steps"
         )
     return np.array([[timeline.row[i] for i in ids] for ids in wanted])
 

@@ -143,7 +143,7 @@ def _bars(c: Comparison) -> list[_Bar]:
     cost: Any = c.task_cost
     named = cost[cost["share"].abs() >= _LEAST].head(_MOST)
     bars = [_Bar(str(op), -float(s)) for op, s in named["seconds"].items()]
-    parts = c.parts["seconds"]
+    parts: Any = c.parts["seconds"]
     rest_s = -float(parts["task cost"]) - sum(bar.seconds for bar in bars)
     if not bars or abs(rest_s) >= _LEAST * c.measured_period_s:
         bars.append(_Bar("other ops" if bars else "all ops", rest_s))
