@@ -168,6 +168,14 @@ def simulate(
             help="Write a trace here, to open in https://ui.perfetto.dev.",
         ),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE",
+            help="Save when each task begins and ends: see moegen compare --help.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the decode step of a strategy: every row the mean one, halfway through its answer.
@@ -185,30 +193,33 @@ def simulate(
     from moegen.sim.bounds import bound
 
     require_writable("--trace", trace)
+    require_writable("--timeline", timeline)
     spec, s, rows = _point(flags, work, model)
     hardware = machine(hw)
     mg.memory(spec, hardware, s, rows).require()
     kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
     cost = mg.CostModel.roofline(hardware)
-    timeline, limit = mg.simulate(graph, cost, steps=steps), bound(graph, cost)
+    run, limit = mg.simulate(graph, cost, steps=steps), bound(graph, cost)
     result = {
-        "period_s": timeline.period_s,
+        "period_s": run.period_s,
         "bound_s": limit.seconds,
         "binds": limit.binds,
-        "decode_tokens_per_s": s.B / timeline.period_s,
+        "decode_tokens_per_s": s.B / run.period_s,
     }
     if as_json:
         print_json(result)
     else:
-        print(timeline)
+        print(run)
         print(
-            f"A decode step takes {format_seconds(timeline.period_s)} (no schedule is below "
+            f"A decode step takes {format_seconds(run.period_s)} (no schedule is below "
             f"{format_seconds(limit.seconds)}, for {words.part(limit.binds)}): "
-            f"{s.B / timeline.period_s:.1f} tokens/s"
+            f"{s.B / run.period_s:.1f} tokens/s"
         )
     if trace is not None:
-        timeline.to_perfetto(trace)
+        run.to_perfetto(trace)
+    if timeline is not None:
+        run.save(timeline)
 
 
 def _point(

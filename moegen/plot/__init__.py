@@ -1,5 +1,6 @@
 """Plots. Each draws where it is told to and gives back what it drew on; none calls show()."""
 
+from moegen.plot.comparison import comparison
 from moegen.plot.dag import layer_dag
 from moegen.plot.gantt import gantt, predicted_and_measured
 from moegen.plot.pareto import frontier, pareto
@@ -10,6 +11,7 @@ from moegen.plot.usage import traffic, utilization
 
 __all__ = [
     "COLOURS",
+    "comparison",
     "frontier",
     "gantt",
     "layer_dag",

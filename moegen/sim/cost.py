@@ -16,7 +16,7 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.company import RESOURCES as RESOURCES
 from moegen.graph.company import Company
-from moegen.graph.task import Task, TaskId
+from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.capacities import NOTHING, InUse
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from moegen.graph.hardware import HardwareSpec
     from moegen.sim.fixed import Fixed
     from moegen.sim.measured import Measured
+    from moegen.sim.recorded import Recorded
     from moegen.sim.roofline import Roofline
 
 
@@ -214,6 +215,7 @@ class CostModel(ABC):
         demands: Mapping[TaskId | str, Mapping[str, float]] | None = None,
         capacities: Mapping[str, float] | None = None,
         duplex: float | Mapping[str, float] | None = None,
+        company: Sequence[Company] = (),
         provenance: str = Provenance.GIVEN,
     ) -> Fixed:
         """Durations given per task or per op: for graphs made by hand, and to replay a run.
@@ -229,10 +231,31 @@ class CostModel(ABC):
         duplex : float or mapping, optional
             Limit of ``h2d`` and of ``d2h`` while both are in use, bytes per second: one for
             both, or a mapping with one for each.
+        company : sequence of Company, optional
+            What resources give less beside others, in place of ``duplex``.
         """
         from moegen.sim.fixed import Fixed
 
-        return Fixed(durations, demands or {}, capacities or {}, duplex, provenance)
+        return Fixed(durations, demands or {}, capacities or {}, duplex, company, provenance)
+
+    @staticmethod
+    def recorded(graph: TaskGraph, data: Mapping[str, Any]) -> Recorded:
+        """What the tasks of a saved run cost: the inverse of ``Recorded.to_dict``.
+
+        Parameters
+        ----------
+        graph : TaskGraph
+            What was run.
+        data : mapping
+
+        Raises
+        ------
+        InvalidInput
+            If the data are damaged.
+        """
+        from moegen.sim.recorded import Recorded
+
+        return Recorded.from_dict(graph, data)
 
 
 def checked_cost(cost: Any) -> CostModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import simpy
 from simpy.events import EventPriority
@@ -12,8 +13,12 @@ from simpy.events import EventPriority
 from moegen.errors import DeadlockError, InvalidInput
 from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel, checked_cost
-from moegen.sim.sharing import fair_speeds
+from moegen.sim.recorded import Recorded
+from moegen.sim.sharing import speeds_of
 from moegen.timeline import Timeline, incoming
+
+if TYPE_CHECKING:
+    from moegen.graph.shape import Shape
 
 # Begins the task at a position at a time; the event's value is when it ends.
 _Begin = Callable[[int, float], simpy.Event]
@@ -22,7 +27,14 @@ _AFTER_ALL_ELSE = EventPriority(2)
 _NONE = -1
 
 
-def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True) -> Timeline:
+def simulate(
+    g: TaskGraph,
+    cost: CostModel,
+    steps: int = 1,
+    shared: bool = True,
+    *,
+    shapes: Sequence[Shape] | None = None,
+) -> Timeline:
     """Run ``g`` on a model of the machine.
 
     Each lane runs its tasks in program order; a task starts when every task it waits for
@@ -41,29 +53,80 @@ def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True)
         max-min fair in what each gets of them (see `moegen.sim.sharing`); a task alone takes
         exactly its seconds. False: nobody disturbs anybody, and the makespan is the longest
         path of Eq. 4 to the last digit.
+    shapes : sequence of Shape, optional
+        What each step works on, where steps differ: as many are run, and ``g`` gives their
+        structure. Those of a measured run are its ``shapes``.
 
     Returns
     -------
     Timeline
+        It remembers what its tasks cost, see ``Timeline.cost``.
 
     Raises
     ------
     InvalidInput
         If a duration is NaN, infinite or negative, or ``steps`` cannot be had from ``g``.
+    GraphError
+        If no step of ``g`` can have one of the shapes.
     DeadlockError
         If some task never ends. The message names each lane's head and what it waits for.
     """
-    repeats = count_steps(g, steps)
-    costs, kinds = estimates(g, cost, repeats)
-    run = _Run(g, repeats, costs, kinds, cost if shared else None)
-    run()
+    if shapes is None:
+        repeats = count_steps(g, steps)
+        costs, kinds = estimates(g, cost, repeats)
+    else:
+        if not shapes or steps not in (1, len(shapes)):
+            raise InvalidInput(f"one shape a step: got {len(shapes)} shapes for {steps} step(s)")
+        repeats = steps = len(shapes)
+        costs, kinds = _estimates_of(g, cost, shapes)
+    seconds = [costs[k].seconds for k in kinds]
+    start_s, end_s = run_lanes(g, costs, kinds, seconds, cost if shared else None)
+    meta: dict[str, Any] = {"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)}
+    if shapes is not None:
+        meta["shapes"] = [shape.to_dict() for shape in shapes]
     return Timeline.of_steps(
         g,
-        run.start_s,
-        run.end_s,
+        start_s,
+        end_s,
         provenance=[costs[k].provenance for k in kinds],
-        meta={"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)},
+        meta=meta,
+        cost=Recorded(g, costs, kinds, cost, shared=shared),
     )
+
+
+def run_lanes(
+    g: TaskGraph,
+    costs: Sequence[Cost],
+    kinds: Sequence[int],
+    seconds: Sequence[float],
+    sharing: CostModel | None,
+) -> tuple[list[float], list[float]]:
+    """When each task starts and ends.
+
+    Parameters
+    ----------
+    g : TaskGraph
+    costs, kinds
+        What a task of each kind draws on the machine at full speed; the kind of each of the n
+        tasks in program order, step after step, shape [steps * n].
+    seconds : sequence of float, shape [steps * n]
+        How long each task takes at full speed.
+    sharing : CostModel, optional
+        Who gets how much where tasks run together; without it nobody disturbs anybody.
+
+    Returns
+    -------
+    tuple of list of float
+        Starts and ends, shape [steps * n].
+
+    Raises
+    ------
+    DeadlockError
+        If some task never ends.
+    """
+    run = _Run(g, costs, kinds, seconds, sharing)
+    run()
+    return run.start_s, run.end_s
 
 
 def count_steps(g: TaskGraph, steps: int) -> int:
@@ -109,15 +172,42 @@ def estimates(g: TaskGraph, cost: CostModel, repeats: int) -> tuple[list[Cost], 
     if checked_cost(cost).by_work:
         examples, kinds = g.kinds
         return [_estimate(cost, t) for t in examples], kinds * repeats
+    return _of_tasks(in_steps(g, repeats), cost)
+
+
+def _of_tasks(tasks: Sequence[Task], cost: CostModel) -> tuple[list[Cost], list[int]]:
     costs: list[Cost] = []
     numbers: dict[int, int] = {}  # of one object, for as long as it is kept
     kinds = []
-    for t in in_steps(g, repeats):
+    for t in tasks:
         estimate = _estimate(cost, t)
         kind = numbers.setdefault(id(estimate), len(costs))
         if kind == len(costs):
             costs.append(estimate)
         kinds.append(kind)
+    return costs, kinds
+
+
+def _estimates_of(
+    g: TaskGraph, cost: CostModel, shapes: Sequence[Shape]
+) -> tuple[list[Cost], list[int]]:
+    """The same for steps of different shapes."""
+    by_work = checked_cost(cost).by_work
+    costs: list[Cost] = []
+    kinds: list[int] = []
+    done: dict[int, list[int]] = {}  # of steps alike
+    for step, shape in enumerate(shapes):
+        alike = next((k for k in done if by_work and shapes[k] == shape), None)
+        if alike is None:
+            bound = g.bind(shape)
+            if by_work:
+                more, of = estimates(bound, cost, 1)
+            else:
+                more, of = _of_tasks([replace(t, id=t.id._replace(step=step)) for t in bound], cost)
+            done[step] = [len(costs) + kind for kind in of]
+            costs += more
+            alike = step
+        kinds += done[alike]
     return costs, kinds
 
 
@@ -141,13 +231,13 @@ class _Run:
     def __init__(
         self,
         g: TaskGraph,
-        repeats: int,
         costs: Sequence[Cost],
         kinds: Sequence[int],
+        seconds: Sequence[float],
         sharing: CostModel | None,
     ) -> None:
-        self._g, self._repeats, self._costs, self._kinds = g, repeats, costs, kinds
-        self._seconds = [costs[k].seconds for k in kinds]
+        self._g, self._seconds = g, seconds
+        self._repeats = repeats = len(seconds) // max(1, len(g))
         self._env = simpy.Environment()
         total = len(self._seconds)
         self.start_s: list[float] = [math.nan] * total
@@ -160,7 +250,7 @@ class _Run:
         self._fluid = None
         if sharing is not None:
             lane_of = g.structure.lane_of * repeats
-            self._fluid = _Fluid(self._env, sharing, costs, kinds, lane_of)
+            self._fluid = _Fluid(self._env, sharing, costs, kinds, seconds, lane_of)
 
     def __call__(self) -> None:
         begin = self._alone if self._fluid is None else self._fluid.begin
@@ -255,10 +345,11 @@ class _Fluid:
         cost: CostModel,
         costs: Sequence[Cost],
         kinds: Sequence[int],
+        seconds: Sequence[float],
         lane_of: Sequence[int],
     ) -> None:
         self._env, self._cost, self._costs, self._kinds = env, cost, costs, kinds
-        self._seconds = [c.seconds for c in costs]
+        self._seconds = seconds
         self._lane_of = lane_of
         self._now = 0.0
         # A lane runs one task at a time, so its place tells which; _NONE where it runs none.
@@ -279,7 +370,7 @@ class _Fluid:
             draw = self._draw_of[kind] = self._draw(kind)
         self._running[lane] = draw
         flow = self._flows[lane]
-        flow.left_s, flow.since_s, flow.speed = self._seconds[kind], now, 0.0
+        flow.left_s, flow.since_s, flow.speed = self._seconds[at], now, 0.0
         flow.end_s = math.inf
         flow.ends = event = simpy.Event(self._env)
         return event
@@ -340,9 +431,7 @@ class _Fluid:
         """The speed of what runs on each lane, 0 where nothing does."""
         known = list(self._draws)
         loads = [dict(known[draw]) for draw in draws if draw != _NONE]
-        names = {name for load in loads for name in load}
-        in_use = {name: [load.get(name, 0.0) for load in loads] for name in names}
-        speeds = iter(fair_speeds(loads, self._cost.capacities(in_use)))
+        speeds = iter(speeds_of(loads, self._cost))
         return [0.0 if draw == _NONE else next(speeds) for draw in draws]
 
 

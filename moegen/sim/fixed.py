@@ -9,8 +9,9 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
+from moegen.graph.company import Company
 from moegen.graph.task import Task, TaskId
-from moegen.sim.capacities import NOTHING, Duplex, InUse
+from moegen.sim.capacities import NOTHING, Capacities, Duplex, InCompany, InUse
 from moegen.sim.cost import Cost, CostModel
 
 
@@ -23,6 +24,7 @@ class Fixed(CostModel):
         demands: Mapping[TaskId | str, Mapping[str, float]],
         capacities: Mapping[str, float],
         duplex: float | Mapping[str, float] | None,
+        company: Sequence[Company],
         provenance: str,
     ) -> None:
         self._durations = {
@@ -38,7 +40,12 @@ class Fixed(CostModel):
             missing = ", ".join(sorted(asked - capacities.keys()))
             raise InvalidInput(f"tasks draw on {missing}, whose capacity is not given")
         full = {name: float(rate) for name, rate in capacities.items()}
-        self._capacities = Duplex(full, _limits(duplex))
+        if company and duplex is not None:
+            raise InvalidInput("give duplex or company, not both: each says what copies share")
+        self.company = tuple(company)
+        self._capacities: Capacities = (
+            InCompany(full, self.company) if company else Duplex(full, _limits(duplex))
+        )
 
     def __repr__(self) -> str:
         return f"CostModel.fixed({len(self._durations)} durations)"
