@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.steady import steady
     from moegen.sim.sweep import sweep
     from moegen.timeline import Timeline
+    from moegen.whatif import what_if, what_ifs
 
     __version__: str
 
@@ -72,6 +73,8 @@ __all__ = [
     "sweep",
     "tokens_per_joule",
     "tokens_per_usd",
+    "what_if",
+    "what_ifs",
 ]
 
 # The extra `run` brings these; without it everything but running works.
@@ -109,6 +112,8 @@ _HOME = {
     "sweep": "moegen.sim.sweep",
     "tokens_per_joule": "moegen.economics",
     "tokens_per_usd": "moegen.economics",
+    "what_if": "moegen.whatif",
+    "what_ifs": "moegen.whatif",
 }
 
 
