@@ -132,9 +132,7 @@ def test_a_knob_is_changed_as_if_the_run_had_had_it(change):
     def run(s: mg.Strategy) -> Timeline:
         g = mg.build(model, s, "decode", lengths=lengths)
         counts = {k: (20, 12, 0, 2 * 23 - 32) for k in range(2)}
-        shapes = [
-            Shape(tuple(n + k for n in lengths), (1,) * 23 + (0,), counts) for k in range(4)
-        ]
+        shapes = [Shape(tuple(n + k for n in lengths), (1,) * 23 + (0,), counts) for k in range(4)]
         many, repeats = of_shapes(g, shapes, 4)
         times = mg.simulate(many, cost, repeats)
         meta = {"shapes": [shape.to_dict() for shape in shapes]}
@@ -184,9 +182,7 @@ def test_several_changes_are_one_question():
     told = mg.what_if(run, cost, omega="+0.25", launch_s="x0.5", op={"lm_head": 0.5})
     faster = CostModel.roofline(C2.with_(launch_s=C2.launch_s / 2))
     g = mg.build(model, S.with_(omega=0.5), kv_len=40)
-    assert told.question == (
-        "least time of a kernel x0.5, ω 0.25 -> 0.5, lm_head in half the time"
-    )
+    assert told.question == ("least time of a kernel x0.5, ω 0.25 -> 0.5, lm_head in half the time")
     assert told.period_s < mg.simulate(g, faster, steps=4).period_s < told.base_s
 
 
