@@ -33,8 +33,10 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.cost import CostModel
     from moegen.sim.engine import simulate
     from moegen.sim.search import plan
+    from moegen.sim.spread import Spread
     from moegen.sim.steady import steady
     from moegen.sim.sweep import sweep
+    from moegen.sim.uncertainty import bands, best_probability, uncertainty
     from moegen.timeline import Timeline
     from moegen.whatif import what_if, what_ifs
 
@@ -55,12 +57,15 @@ __all__ = [
     "MoegenError",
     "Plan",
     "Shape",
+    "Spread",
     "Strategy",
     "Task",
     "TaskGraph",
     "TaskId",
     "Timeline",
     "Workload",
+    "bands",
+    "best_probability",
     "bound_s",
     "build",
     "compare",
@@ -73,6 +78,7 @@ __all__ = [
     "sweep",
     "tokens_per_joule",
     "tokens_per_usd",
+    "uncertainty",
     "what_if",
     "what_ifs",
 ]
@@ -95,12 +101,15 @@ _HOME = {
     "MoegenError": "moegen.errors",
     "Plan": "moegen.graph.strategy",
     "Shape": "moegen.graph.shape",
+    "Spread": "moegen.sim.spread",
     "Strategy": "moegen.graph.strategy",
     "Task": "moegen.graph.task",
     "TaskGraph": "moegen.graph.task",
     "TaskId": "moegen.graph.task",
     "Timeline": "moegen.timeline",
     "Workload": "moegen.graph.workload",
+    "bands": "moegen.sim.uncertainty",
+    "best_probability": "moegen.sim.uncertainty",
     "bound_s": "moegen.sim.bounds",
     "build": "moegen.graph.build",
     "compare": "moegen.comparison",
@@ -112,6 +121,7 @@ _HOME = {
     "sweep": "moegen.sim.sweep",
     "tokens_per_joule": "moegen.economics",
     "tokens_per_usd": "moegen.economics",
+    "uncertainty": "moegen.sim.uncertainty",
     "what_if": "moegen.whatif",
     "what_ifs": "moegen.whatif",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import matplotlib
 import numpy as np
 import pytest
 from handmade import edge, task, tid
@@ -18,6 +19,7 @@ from moegen.sim.cost import CostModel
 from moegen.sim.rerun import of_shapes
 from moegen.timeline import Timeline
 
+matplotlib.use("agg")
 C2 = mg.HardwareSpec.from_name("c2")
 S = mg.Strategy(B=24, b_a=4, b_e=64, omega=0.25)
 
@@ -213,6 +215,16 @@ def test_questions_in_a_frame_the_best_first():
     assert df["gain"].tolist()[:2] == pytest.approx([1.0, -0.5], abs=1e-3)
     assert df["error"].tolist()[:2] == ["", ""] and "made by hand" in df["error"][2]
     assert df["base_s"].tolist() == pytest.approx([2.0] * 3)
+    ax = mg.plot.what_ifs(df)
+    bars = {
+        t.get_text(): bar.get_width()
+        for t, bar in zip(ax.get_yticklabels(), ax.patches, strict=True)
+    }
+    assert bars == pytest.approx(
+        {"link twice as fast": 100, "copy_expert in twice the time": -50}, rel=1e-3
+    )
+    with pytest.raises(InvalidInput, match="no question has an answer"):
+        mg.plot.what_ifs(df[df["error"] != ""])
 
 
 def test_a_corrected_model_plans_and_sweeps():

@@ -1,5 +1,6 @@
 """Plots. Each draws where it is told to and gives back what it drew on; none calls show()."""
 
+from moegen.plot.bands import bands
 from moegen.plot.dag import layer_dag
 from moegen.plot.gantt import gantt, predicted_and_measured
 from moegen.plot.pareto import frontier, pareto
@@ -7,9 +8,11 @@ from moegen.plot.sensitivity import sensitivities
 from moegen.plot.style import COLOURS
 from moegen.plot.throughput import throughput
 from moegen.plot.usage import traffic, utilization
+from moegen.plot.whatifs import what_ifs
 
 __all__ = [
     "COLOURS",
+    "bands",
     "frontier",
     "gantt",
     "layer_dag",
@@ -19,4 +22,5 @@ __all__ = [
     "throughput",
     "traffic",
     "utilization",
+    "what_ifs",
 ]
