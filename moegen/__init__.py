@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from types import ModuleType
 
     from moegen import plot
+    from moegen.causal import causal
     from moegen.comparison import compare
     from moegen.economics import tokens_per_joule, tokens_per_usd
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.graph.workload import Workload
     from moegen.sim.bounds import bound_s, critical_path_s
     from moegen.sim.cost import CostModel
+    from moegen.sim.delays import delay_slopes
     from moegen.sim.engine import simulate
     from moegen.sim.search import plan
     from moegen.sim.spread import Spread
@@ -68,8 +70,10 @@ __all__ = [
     "best_probability",
     "bound_s",
     "build",
+    "causal",
     "compare",
     "critical_path_s",
+    "delay_slopes",
     "memory",
     "plan",
     "plot",
@@ -112,8 +116,10 @@ _HOME = {
     "best_probability": "moegen.sim.uncertainty",
     "bound_s": "moegen.sim.bounds",
     "build": "moegen.graph.build",
+    "causal": "moegen.causal",
     "compare": "moegen.comparison",
     "critical_path_s": "moegen.sim.bounds",
+    "delay_slopes": "moegen.sim.delays",
     "memory": "moegen.graph.memory",
     "plan": "moegen.sim.search",
     "simulate": "moegen.sim.engine",

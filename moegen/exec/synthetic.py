@@ -71,7 +71,14 @@ def run_synthetic(
 
     try:
         program = Program(g, machinery, store, _capacity(g), source)
-        Runner(g, program, machinery.device, delays=delays, on_records=recorder.add).run()
+        Runner(
+            g,
+            program,
+            machinery.device,
+            delays=delays,
+            on_records=recorder.add,
+            on_delays=recorder.delayed,
+        ).run()
     finally:
         store.close()
     timeline = recorder.timeline()

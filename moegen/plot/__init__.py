@@ -1,6 +1,7 @@
 """Plots. Each draws where it is told to and gives back what it drew on; none calls show()."""
 
 from moegen.plot.bands import bands
+from moegen.plot.causal import causal
 from moegen.plot.dag import layer_dag
 from moegen.plot.gantt import gantt, predicted_and_measured
 from moegen.plot.pareto import frontier, pareto
@@ -13,6 +14,7 @@ from moegen.plot.whatifs import what_ifs
 __all__ = [
     "COLOURS",
     "bands",
+    "causal",
     "frontier",
     "gantt",
     "layer_dag",

@@ -56,15 +56,14 @@ def bands(
     ax = throughput(df, x=x, y=y, ax=ax, measured=measured)
     label = "predicted to lie within"
     ax.fill_between(df[x], df["low"], df["high"], color=_BAND, alpha=0.18, lw=0, label=label)
-    highest = float(df["high"].max())
+    highest = float(np.max(df["high"]))
     if measured is not None and {"low", "high"} <= set(measured.columns):
         check(measured, "measured", ("low", "high"), [])
-        at = measured.sort_values(x, kind="stable")
-        beyond = np.maximum(0.0, [at[y] - at["low"], at["high"] - at[y]])
-        ax.errorbar(
-            at[x], at[y], yerr=beyond, fmt="none", ecolor="black", elinewidth=1.2, capsize=3
-        )
-        highest = max(highest, float(at["high"].max()))
+        points = measured.sort_values(x, kind="stable")
+        beyond = np.maximum(0.0, [points[y] - points["low"], points["high"] - points[y]])
+        bars = {"ecolor": "black", "elinewidth": 1.2, "capsize": 3}
+        ax.errorbar(points[x], points[y], yerr=beyond, fmt="none", **bars)
+        highest = max(highest, float(np.max(points["high"])))
     ax.set_ylim(0, max(ax.get_ylim()[1], 1.25 * highest))
     if "probability_best" in df.columns:
         likely = df.loc[df["probability_best"] >= LEAST]

@@ -44,7 +44,7 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
             raise InvalidInput("no question has an answer: the column error says why")
     check(df, "df", ("gain", "base_s", "period_s"), ())
     df = df.sort_values("gain", ascending=False, kind="stable")
-    gains = [100 * gain for gain in df["gain"]]
+    gains = [round(100 * gain, 1) + 0.0 for gain in df["gain"]]  # no -0.0
     if ax is None:
         _, ax = plt.subplots(figsize=(7.5, 1.1 + 0.36 * len(df)), layout="constrained")
     at = range(len(df))
@@ -64,7 +64,7 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_xlim(min(min(gains), 0.0) - 0.03 * span, max(max(gains), 0.0) + 0.35 * span)
     ax.set_xlabel("tokens a second more, %")
     base = format_seconds(float(df["base_s"].iloc[0]))
-    ax.set_title(f"What would make a step of {base} faster", loc="left", fontsize=10)
+    ax.set_title(f"What changes would do to a step of {base}", loc="left", fontsize=10)
     ax.invert_yaxis()
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)
     ax.tick_params(axis="y", length=0)
