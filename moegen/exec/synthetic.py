@@ -61,7 +61,14 @@ def run_synthetic(
             return step
 
         program = made.program(source)
-        Runner(g, program, machinery.device, delays=delays, on_records=recorder.add).run()
+        Runner(
+            g,
+            program,
+            machinery.device,
+            delays=delays,
+            on_records=recorder.add,
+            on_delays=recorder.delayed,
+        ).run()
     timeline = recorder.timeline()
     weights, store = machinery.weights, made.store
     notes = [*weights.notes, *([store.note] if store.note else [])]

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from moegen.graph.hardware import HardwareSpec
+    from moegen.sim.corrected import Corrected
     from moegen.sim.fixed import Fixed
     from moegen.sim.measured import Measured
     from moegen.sim.recorded import Recorded
     from moegen.sim.roofline import Roofline
+    from moegen.timeline import Timeline
 
 
 class Provenance(enum.StrEnum):
@@ -152,6 +154,27 @@ class CostModel(ABC):
         drawn = {r: units / cost.seconds for r, units in used.items()}
         capacity = self.capacities({r: (rate,) for r, rate in drawn.items()})
         return {r: min(rate, capacity[r]) for r, rate in drawn.items() if r in capacity}
+
+    def spread(self, task: Task) -> float:
+        """Relative standard deviation of the task's duration when it is measured again."""
+        return 0.0
+
+    def corrected(self, measured: Timeline) -> Corrected:
+        """The same, with the durations of each op as a run had them.
+
+        Parameters
+        ----------
+        measured : Timeline
+            A run of some steps; see :func:`moegen.sim.corrected.correct`.
+
+        Raises
+        ------
+        InvalidInput
+            If the timeline was not measured, or an op of it cannot be corrected.
+        """
+        from moegen.sim.corrected import correct
+
+        return correct(self, measured)
 
     def domain(self) -> pd.DataFrame:
         """What was measured: a row for each curve, op and feature of its work.
