@@ -155,10 +155,6 @@ class CostModel(ABC):
         capacity = self.capacities({r: (rate,) for r, rate in drawn.items()})
         return {r: min(rate, capacity[r]) for r, rate in drawn.items() if r in capacity}
 
-    def spread(self, task: Task) -> float:
-        """Relative standard deviation of the task's duration when it is measured again."""
-        return 0.0
-
     def corrected(self, measured: Timeline) -> Corrected:
         """The same, with the durations of each op as a run had them.
 
@@ -259,7 +255,7 @@ class CostModel(ABC):
         """
         from moegen.sim.fixed import Fixed
 
-        return Fixed(durations, demands or {}, capacities or {}, duplex, company, provenance)
+        return Fixed(durations, demands or {}, capacities or {}, duplex, provenance, company)
 
     @staticmethod
     def recorded(graph: TaskGraph, data: Mapping[str, Any]) -> Recorded:

@@ -24,8 +24,8 @@ class Fixed(CostModel):
         demands: Mapping[TaskId | str, Mapping[str, float]],
         capacities: Mapping[str, float],
         duplex: float | Mapping[str, float] | None,
-        company: Sequence[Company],
         provenance: str,
+        company: Sequence[Company] = (),
     ) -> None:
         self._durations = {
             k: number(v, f"the duration of {k}", at_least=0) for k, v in durations.items()
