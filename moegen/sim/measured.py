@@ -73,6 +73,9 @@ class Measured(Roofline):
     def __repr__(self) -> str:
         return f"CostModel.from_profile({self.hw.name}, measured {self.table.date})"
 
+    def __reduce__(self) -> tuple[type[Measured], tuple[ProfileTable]]:
+        return Measured, (self.table,)  # a sweep's processes read the curves anew
+
     def physical(self) -> CostModel:
         if self.hw.task_s is None:
             return self
