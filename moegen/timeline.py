@@ -470,11 +470,7 @@ class Timeline:
         InvalidInput
             If the file is missing or holds no timeline.
         """
-        data = read_json(path, "the timeline")
-        try:
-            return cls.from_dict(data)
-        except InvalidInput as e:
-            raise InvalidInput(f"{path}: {e}") from e
+        return cls.from_dict(read_json(path, "the timeline"))
 
 
 def incoming(graph: TaskGraph, task_id: TaskId) -> list[Edge]:

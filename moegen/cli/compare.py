@@ -92,8 +92,8 @@ def compare(
         )
     if plot is not None:
         _require_picture(plot)
-    predicted = mg.Timeline.load(before[0]) if cost is None else cost
-    measured = mg.Timeline.load(real)
+    predicted = _load(before[0]) if cost is None else cost
+    measured = _load(real)
     result = mg.compare(predicted, measured)
     if as_json:
         print_json(result.to_dict())
@@ -111,6 +111,11 @@ def compare(
     if trace is not None:
         result.to_perfetto(trace)
         say(f"Trace: {trace}")
+
+
+def _load(path: Path) -> mg.Timeline:
+    with naming(str(path)):
+        return mg.Timeline.load(path)
 
 
 def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:
