@@ -38,7 +38,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +50,7 @@ from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.files import read_json, write_text
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.peaks import check_peaks
 
 FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
@@ -58,8 +59,6 @@ PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
 _CURVE = ("ops", "source", "axes", "seconds", "phase", "spread")
 _MAY_LACK = ("phase", "spread")
 _COMPANY = ("resource", "beside", "share", "source")
-# A rate worked out from seconds may be above the one that they were worked out from.
-_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class ProfileTable:
         object.__setattr__(self, "curves", tuple(self.curves))
         object.__setattr__(self, "company", tuple(self.company))
         self._check_twice()
-        self._check_peaks(known)
+        check_peaks(self.machine, known, self.curves)
 
     def _check_twice(self) -> None:
         seen: set[tuple[Any, ...]] = set()
@@ -141,33 +140,6 @@ class ProfileTable:
         for i, entry in enumerate(self.company):
             if pairs[i] in pairs[:i]:
                 raise InvalidInput(f"company: {entry} is there twice")
-
-    def _check_peaks(self, memory: Mapping[str, float]) -> None:
-        for key, peak in memory.items():
-            if getattr(self.machine, key) > peak * _ROUNDING:
-                raise InvalidInput(
-                    f"machine: {key} is {getattr(self.machine, key):g}, above its peak of {peak:g}"
-                )
-        for curve in self.curves:
-            limits = self._limits(curve.ops[0])
-            for index, at, seconds in curve.points():
-                for what, unit, units in _uses(at):
-                    peak = limits.get(what)
-                    if peak is not None and units / seconds > peak * _ROUNDING:
-                        raise InvalidInput(
-                            f"{curve.describe(index)}: {seconds:g} s would be "
-                            f"{units / seconds / 1e9:.4g} G{unit}/s, above the peak of "
-                            f"{peak / 1e9:.4g} G{unit}/s: the measurement is wrong"
-                        )
-
-    def _limits(self, op: str) -> dict[str, float | None]:
-        """What a point of ``op`` cannot be faster than, by what it uses."""
-        on_cpu = op == "attn_cpu"
-        return {
-            "link": self.machine.link_peak_bytes_per_s,
-            "memory": self.peaks["host_bytes_per_s" if on_cpu else "gpu_bytes_per_s"],
-            "flops": None if on_cpu else self.machine.gpu_flops,
-        }
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
@@ -337,21 +309,6 @@ def _entries(
             raise InvalidInput(f"{what} {i} must hold keys and values, got {entry!r}")
         _check_keys(entry, known, needed, f"{what} {i}")
     return data[key]
-
-
-def _uses(at: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """What a point uses up: of what, in which unit, and how much."""
-    for name in ("h2d_bytes", "d2h_bytes"):
-        if name in at:
-            yield "link", "B", at[name]
-    if "gpu_bytes" in at:
-        yield "memory", "B", at["gpu_bytes"]
-    if "rows" in at:
-        nbytes = at["rows"] * at["bytes_per_row"]
-        yield "memory", "B", nbytes
-        yield "flops", "FLOP", nbytes * at["flops_per_byte"]
-    if "tokens" in at:
-        yield "flops", "FLOP", at["tokens"] * at["flops_per_token"] * at.get("launches", 1)
 
 
 # Makers' names and what says nothing.
