@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moegen.exec.issue import Times
 from moegen.exec.program import Machinery, Program
 from moegen.exec.runner import Runner
 from moegen.exec.step import Step
 from moegen.exec.synthetic import MadeUp
-from moegen.exec.timing import Bench
+from moegen.exec.timing import Bench, Work
 from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
 
-# The first step compiles kernels, the second finds every slot filled.
-_PRIMING_STEPS = 2
+# The first step compiles kernels, the second finds every slot filled; then host code is timed.
+_PRIMING_STEPS = 4
 # KV that no cache holds, made up as several sets of rows.
-_UNCACHED_BYTES, _MOST_SETS = 256 << 20, 64
+_UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
 
 class Timed(NamedTuple):
@@ -36,18 +37,21 @@ class Timed(NamedTuple):
     spread : float
         Half of what lies between the 16th and the 84th percentile, over the median: the
         standard deviation, where runs differ by chance.
+    issue_s : float
+        What the issuing thread took to hand it over, in a run.
     """
 
     task: Task
     seconds: float
     spread: float
+    issue_s: float = 0.0
 
 
-def timed(task: Task, spans: Sequence[float]) -> Timed:
+def timed(task: Task, spans: Sequence[float], issue_s: float = 0.0) -> Timed:
     """What a task took, by the seconds of each of its runs."""
     low, middle, high = np.quantile(spans, [0.16, 0.5, 0.84]).tolist()
     middle = max(middle, 1e-9)
-    return Timed(task, middle, (high - low) / 2 / middle)
+    return Timed(task, middle, (high - low) / 2 / middle, issue_s)
 
 
 class OpBench:
@@ -77,7 +81,9 @@ class OpBench:
             return steps[-1]
 
         self._program = made.program(source)
-        Runner(g, self._program, made.machinery.device).run()
+        records: dict[int, list[Times]] = {}
+        Runner(g, self._program, made.machinery.device, on_records=records.__setitem__).run()
+        self.records = [t for index, times in records.items() if index > 1 for t in times]
         self._step, self._index = steps[-1], _PRIMING_STEPS - 1
         self._others = made.steps()
         self._route_evenly()
@@ -95,19 +101,33 @@ class OpBench:
             return lambda: self._program.run(next(turn), self._index, next(steps))
         return lambda: self._program.run(next(turn), self._index, self._step)
 
-    def time(self, op: str, span_s: float) -> list[Timed]:
+    def time(self, op: str, span_s: float, heat: Work | None = None) -> list[Timed]:
         """Each kind of an op's tasks, timed for about ``span_s``.
 
-        Tasks of one kind take turns: they read other weights each time, as in a run.
+        Tasks of one kind take turns: they read other weights each time, as in a run. ``heat``
+        is computed between them: a GPU that has much to compute does so at a lower clock.
         """
         kinds: dict[object, list[Task]] = {}
         for t in self.tasks(op):
             kinds.setdefault(t.work, []).append(t)
         found = []
         for tasks in kinds.values():
-            spans = self.bench.spans(tasks[0].lane, self.work(tasks), span_s=span_s)
-            found.append(timed(tasks[0], spans))
+            on_gpu = tasks[0].lane is Lane.GPU
+            spans = self.bench.spans(
+                tasks[0].lane,
+                self.work(tasks),
+                span_s=span_s,
+                between=heat if on_gpu else None,
+                queued=True,
+            )
+            found.append(timed(tasks[0], spans, self._issue_s(tasks)))
         return found
+
+    def _issue_s(self, tasks: Sequence[Task]) -> float:
+        """The median of what handing one of these over took in the run."""
+        ids = {t.id for t in tasks}
+        taken = [t.issued_s - t.issue_s for t in self.records if t.task._replace(step=0) in ids]
+        return float(np.median(taken)) if taken else 0.0
 
     def _route_evenly(self) -> None:
         """Let experts have the tokens that the graph's work counts on."""

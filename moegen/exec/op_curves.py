@@ -12,14 +12,18 @@ from moegen.exec.op_bench import Timed
 from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 
-# Ops whose kernels differ between the phases; the others have one curve for both.
-_BY_PHASE = frozenset({"pre_attn", "post_attn"})
+# What crosses the link does so alike in both phases. Computed is with other kernels in part, and
+# at another clock: prefill has a GPU busy all the time.
+_BY_PHASE = frozenset(
+    {"embed", "pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine"}
+)
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
 
 _At = tuple[float, ...]
-_Found = dict[_At, tuple[float, float]]
+_Value = tuple[float, float, float]  # seconds, spread, seconds of the issuing thread
+_Found = dict[_At, _Value]
 
 
 def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
@@ -31,7 +35,7 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
     source : str
         How it was measured.
     """
-    by_op: dict[tuple[str, str | None], dict[_At, list[tuple[float, float]]]] = defaultdict(
+    by_op: dict[tuple[str, str | None], dict[_At, list[_Value]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for t in timed:
@@ -39,7 +43,8 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         assert work is not None
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
-        by_op[op, phase][at].append((t.seconds / work.launches, t.spread))
+        n = 1 if "launches" in FEATURES_OF[op] else work.launches
+        by_op[op, phase][at].append((t.seconds / n, t.spread, t.issue_s / n))
     found = []
     for (op, phase), points in by_op.items():
         means = {at: _mean(several) for at, several in points.items()}
@@ -47,12 +52,12 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
     return found
 
 
-def _mean(several: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    seconds, spread = np.mean(several, axis=0).tolist()
-    return seconds, spread
+def _mean(several: Sequence[_Value]) -> _Value:
+    seconds, spread, issue_s = np.mean(several, axis=0).tolist()
+    return seconds, spread, issue_s
 
 
-def _grids(op: str, points: Mapping[_At, tuple[float, float]]) -> list[_Found]:
+def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
     """Points that are the whole of a grid, all together all of them."""
     rows: dict[_At, _Found] = defaultdict(dict)
     for at, value in sorted(points.items()):
@@ -70,16 +75,16 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
     seconds, spread = np.empty((2, *map(len, axes)))
-    for at, (s, r) in points.items():
+    for at, (s, r, _) in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
         seconds[place], spread[place] = s, r
-    for axis in range(len(axes)):  # more takes no less: what noise turned round
-        seconds = np.maximum.accumulate(seconds, axis=axis)
+    seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
     return Curve(
         ops=(op,),
-        axes=dict(zip(names, axes, strict=True)),
-        seconds=seconds.tolist(),
+        axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},
+        seconds=tuple(seconds.tolist()),
         source=source,
         phase=phase,
-        spread=spread.tolist(),
+        spread=tuple(spread.tolist()),
+        issue_s=float(np.median([issue_s for _, _, issue_s in points.values()])),
     )

@@ -34,12 +34,15 @@ class Curve:
         The one that it is of; both unless given.
     spread : nested sequence of float, shape as seconds, optional
         Relative standard deviation of the repeated measurements of each point.
+    issue_s : float
+        What the executor's issuing thread takes for one kernel or copy; for all that the op
+        launches where ``launches`` is an axis.
 
     Raises
     ------
     InvalidInput
         If ops, features or the phase are not known, a number is not finite and positive (a
-        spread: not negative), an axis does not rise, or seconds fall along one.
+        spread: not negative), an axis does not rise, or seconds fall along the first one.
     """
 
     ops: tuple[str, ...]
@@ -48,6 +51,7 @@ class Curve:
     source: str
     phase: Phase | None = None
     spread: tuple[Any, ...] | None = None
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
         ops = tuple(self.ops) if isinstance(self.ops, (list, tuple)) else ()
@@ -83,20 +87,23 @@ class Curve:
         if self.spread is not None:
             spread = _grid(self.spread, shape, f"{name}: spread", at_least=0)
             object.__setattr__(self, "spread", spread)
+        issue_s = number(self.issue_s, f"{name}: issue_s", at_least=0)
+        object.__setattr__(self, "issue_s", issue_s)
         self._check_rising()
 
     def _check_rising(self) -> None:
+        # More of the same takes no less. Other features may: many short prompts, say, take longer
+        # than few long ones of as many tokens.
+        feature = next(iter(self.axes))
         values = np.array(self.seconds)
-        for k, feature in enumerate(self.axes):
-            falls = np.argwhere(np.diff(values, axis=k) < 0)
-            if len(falls):
-                at = falls[0].tolist()
-                after = [*at[:k], at[k] + 1, *at[k + 1 :]]
-                raise InvalidInput(
-                    f"{self.describe(after)}: {values[tuple(after)]:g} s, less than the "
-                    f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall "
-                    f"along an axis"
-                )
+        falls = np.argwhere(np.diff(values, axis=0) < 0)
+        if len(falls):
+            at = falls[0].tolist()
+            after = [at[0] + 1, *at[1:]]
+            raise InvalidInput(
+                f"{self.describe(after)}: {values[tuple(after)]:g} s, less than the "
+                f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall along it"
+            )
 
     def describe(self, index: Sequence[int]) -> str:
         """A point of the grid, for a person."""

@@ -50,14 +50,15 @@ from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.files import read_json, write_text
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.latencies import Latencies
 from moegen.graph.peaks import check_peaks
 
 FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_CURVE = ("ops", "source", "axes", "seconds", "phase", "spread")
-_MAY_LACK = ("phase", "spread")
+_CURVE = ("ops", "source", "axes", "seconds", "phase", "spread", "issue_s")
+_MAY_LACK = ("phase", "spread", "issue_s")
 _COMPANY = ("resource", "beside", "share", "source")
 
 
@@ -81,6 +82,8 @@ class ProfileTable:
         Bytes per second of memory by the data sheet: ``gpu_bytes_per_s``, ``host_bytes_per_s``.
     company : sequence of Company
         What resources give beside others; none where nobody measured it.
+    latencies : Latencies
+        What it takes to notice an end where no stream waits by itself.
 
     Raises
     ------
@@ -96,6 +99,7 @@ class ProfileTable:
     curves: tuple[Curve, ...]
     peaks: Mapping[str, float | None]
     company: tuple[Company, ...] = ()
+    latencies: Latencies = Latencies()
 
     def __post_init__(self) -> None:
         try:
@@ -156,7 +160,11 @@ class ProfileTable:
             if not isinstance(data, dict) or data.get("format") != FORMAT:
                 raise InvalidInput(f"this is no table of measurements ({FORMAT})")
             keys = ("format", "date", "versions", "dtype", "machine", "peaks", "curves", "company")
-            _check_keys(data, keys, keys, "the file")
+            _check_keys(data, (*keys, "latencies"), keys, "the file")
+            waits = data.get("latencies", {})
+            if not isinstance(waits, dict):
+                raise InvalidInput("latencies must hold keys and values")
+            _check_keys(waits, tuple(vars(Latencies())), (), "latencies")
             machine = data["machine"]
             if not isinstance(machine, dict):
                 raise InvalidInput("machine must hold keys and values")
@@ -171,6 +179,7 @@ class ProfileTable:
                 tuple(Curve(**c) for c in _entries(data, "curves", "curve", _CURVE, _MAY_LACK)),
                 data["peaks"],
                 tuple(Company(**c) for c in _entries(data, "company", "company", _COMPANY)),
+                Latencies(**waits),
             )
         except InvalidInput as e:
             raise InvalidInput(f"{path}: {e}") from e
@@ -211,6 +220,7 @@ class ProfileTable:
             "peaks": _text(self.peaks),
             "curves": "[" + ",\n  ".join(curves) + "]",
             "company": "[" + ",\n  ".join(company) + "]",
+            "latencies": _text(vars(self.latencies)),
         }
         return _lines(parts, 1) + "\n"
 

@@ -16,6 +16,7 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.company import RESOURCES as RESOURCES
 from moegen.graph.company import Company
+from moegen.graph.latencies import Latencies
 from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.capacities import NOTHING, InUse
 
@@ -53,6 +54,8 @@ class Cost:
         Where the number comes from: a `Provenance`, or a word of the caller's.
     demands : mapping of str to float
         Units of each shared resource that the task uses up over its run.
+    issue_s : float
+        What the executor's issuing thread takes to hand the task over.
 
     Raises
     ------
@@ -63,6 +66,7 @@ class Cost:
     seconds: float
     provenance: str
     demands: Mapping[str, float] = field(default_factory=dict)
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
         # Made for every task of every strategy that a search weighs: what is right passes quickly.
@@ -71,6 +75,8 @@ class Cost:
         for name, units in self.demands.items():
             if not (type(units) in (float, int) and 0 <= units < math.inf):
                 number(units, f"the demand on {name}", at_least=0)
+        if not (type(self.issue_s) is float and 0 <= self.issue_s < math.inf):
+            object.__setattr__(self, "issue_s", number(self.issue_s, "issue_s", at_least=0))
 
 
 class CostModel(ABC):
@@ -84,10 +90,13 @@ class CostModel(ABC):
     company : tuple of Company
         Which resources give less while which others are in use, where that was measured: what
         ``capacities`` rests on then.
+    latencies : Latencies
+        What it takes to notice an end where no stream waits by itself; see `moegen.sim.issuing`.
     """
 
     by_work = False
     company: tuple[Company, ...] = ()
+    latencies: Latencies = Latencies()
 
     @abstractmethod
     def estimate(self, task: Task) -> Cost:

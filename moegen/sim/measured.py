@@ -63,6 +63,7 @@ class Measured(Roofline):
             full = self._full | {"host_memory": float(self.hw.cpu_attn_bytes_per_s)}
             self._capacities = InCompany(full, table.company)
             self.company = table.company
+        self.latencies = table.latencies
         lines = [(_Line(curve), curve) for curve in table.curves]
         self._lines = {
             (op, phase): _of_phase([pair for pair in lines if op in pair[1].ops], phase)
@@ -111,10 +112,10 @@ class Measured(Roofline):
         elif (lane is Lane.KV or lane is Lane.ACT) and (moved := work.h2d_bytes + work.d2h_bytes):
             demands["zero_copy"] = moved
 
-    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance]:
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance, float]:
         lines = self._lines.get(task[:2])
         if not lines:
-            return self._physics(lane, work), Provenance.ROOFLINE
+            return self._physics(lane, work), Provenance.ROOFLINE, 0.0
         further_s = 0.0
         if work.calls > 1:
             call_s = self._cpu_call_s if lane is Lane.CPU else self._gpu_call_s
@@ -131,7 +132,7 @@ class Measured(Roofline):
             seconds *= self._physics(lane, work) / self._physics(lane, edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return seconds + further_s, provenance
+        return seconds + further_s, provenance, line.issue_s(work)
 
 
 class _Line:
@@ -142,6 +143,11 @@ class _Line:
         self._seconds, self._spread = curve.seconds, curve.spread
         #: Whether seconds are those of one kernel, however many are launched.
         self.of_one = "launches" not in curve.axes
+        self._issue_s = curve.issue_s if self.of_one else curve.issue_s / curve.axes["launches"][0]
+
+    def issue_s(self, work: Work) -> float:
+        """What the issuing thread takes for all that ``work`` launches."""
+        return self._issue_s * work.launches
 
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""

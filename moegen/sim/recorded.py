@@ -11,6 +11,7 @@ import numpy as np
 from moegen.errors import InvalidInput, MoegenError
 from moegen.graph.checks import wholes
 from moegen.graph.company import Company
+from moegen.graph.latencies import Latencies
 from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel
@@ -46,7 +47,7 @@ class Recorded(CostModel):
         shared: bool,
     ) -> None:
         self.graph, self.costs, self.rule, self.shared = graph, tuple(costs), rule, shared
-        self.company = rule.company
+        self.company, self.latencies = rule.company, rule.latencies
         self._kinds = kinds
 
     def __repr__(self) -> str:
@@ -91,11 +92,14 @@ class Recorded(CostModel):
         directions = {r: [capacities[r]] for r in ("h2d", "d2h") if r in capacities}
         both = capacities if company else self.rule.capacities(directions)
         return {
-            "costs": [[c.seconds, str(c.provenance), dict(c.demands)] for c in self.costs],
+            "costs": [
+                [c.seconds, str(c.provenance), dict(c.demands), c.issue_s] for c in self.costs
+            ],
             "kinds": kinds[:n] if alike else kinds,
             "capacities": capacities,
             "duplex": {r: rate for r, rate in both.items() if rate != capacities[r]},
             "company": company,
+            "latencies": vars(self.rule.latencies),
             "shared": self.shared,
         }
 
@@ -109,7 +113,10 @@ class Recorded(CostModel):
             If the data are not what it gave, or of another graph.
         """
         try:
-            costs = [Cost(seconds, str(p), dict(demands)) for seconds, p, demands in data["costs"]]
+            costs = [
+                Cost(seconds, str(p), dict(demands), issue_s)
+                for seconds, p, demands, issue_s in data["costs"]
+            ]
             kinds = wholes(data["kinds"], "kinds", at_most=len(costs) - 1)
             if len(kinds) % max(1, len(graph)) or bool(kinds) != bool(len(graph)):
                 raise InvalidInput(f"it has {len(kinds)} kinds for {len(graph)} tasks a step")
@@ -123,6 +130,7 @@ class Recorded(CostModel):
                 duplex=data["duplex"] or None,
                 company=company,
             )
+            rule.latencies = Latencies(**data["latencies"])
         except MoegenError as e:
             raise InvalidInput(f"the costs are damaged: {e}") from e
         except (KeyError, TypeError, ValueError, AttributeError) as e:

@@ -74,7 +74,7 @@ class Roofline(CostModel):
         work, lane = bound_work(task), task.lane
         if work.launches == 0:
             return _NOTHING
-        seconds, provenance = self._alone(task.id, lane, work)
+        seconds, provenance, issue_s = self._alone(task.id, lane, work)
         demands: dict[str, float] = {}
         if seconds < _HIDES * self._issue_s:
             # A longer task is issued while the one before it runs, and slows nobody.
@@ -89,7 +89,7 @@ class Roofline(CostModel):
             demands["gpu"] = seconds
         elif lane is Lane.CPU:
             demands["cpu"] = seconds
-        return Cost(seconds, provenance, demands)
+        return Cost(seconds, provenance, demands, issue_s)
 
     def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
         """What copies and the CPU's attention draw on host memory: all of their bytes."""
@@ -97,9 +97,10 @@ class Roofline(CostModel):
         if host_bytes:
             demands["host_memory"] = host_bytes
 
-    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance]:
-        """Seconds on the machine, the executor's host code left out, and their provenance."""
-        return self._physics(lane, work), Provenance.ROOFLINE
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance, float]:
+        """Seconds on the machine, the executor's host code left out, and their provenance; and
+        what the issuing thread takes, where it is known of this task by itself."""
+        return self._physics(lane, work), Provenance.ROOFLINE, 0.0
 
     def _physics(self, lane: Lane, work: Work) -> float:
         """Seconds by the rates of the machine."""

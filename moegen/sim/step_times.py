@@ -244,4 +244,4 @@ class _FewCost(CostModel):
         if times == 1.0:
             return cost
         demands = {name: units * times for name, units in cost.demands.items()}
-        return Cost(cost.seconds * times, cost.provenance, demands)
+        return Cost(cost.seconds * times, cost.provenance, demands, cost.issue_s * times)
