@@ -17,10 +17,12 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from types import ModuleType
 
     from moegen import plot
+    from moegen.causal import causal
     from moegen.comparison import compare
     from moegen.economics import tokens_per_joule, tokens_per_usd
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
     from moegen.exec.engine import Engine
+    from moegen.exec.table import profile
     from moegen.graph.build import build
     from moegen.graph.hardware import HardwareSpec
     from moegen.graph.memory import Ledger, memory
@@ -31,11 +33,15 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.graph.workload import Workload
     from moegen.sim.bounds import bound_s, critical_path_s
     from moegen.sim.cost import CostModel
+    from moegen.sim.delays import delay_slopes
     from moegen.sim.engine import simulate
     from moegen.sim.search import plan
+    from moegen.sim.spread import Spread
     from moegen.sim.steady import steady
     from moegen.sim.sweep import sweep
+    from moegen.sim.uncertainty import bands, best_probability, uncertainty
     from moegen.timeline import Timeline
+    from moegen.whatif import what_if, what_ifs
 
     __version__: str
 
@@ -54,24 +60,33 @@ __all__ = [
     "MoegenError",
     "Plan",
     "Shape",
+    "Spread",
     "Strategy",
     "Task",
     "TaskGraph",
     "TaskId",
     "Timeline",
     "Workload",
+    "bands",
+    "best_probability",
     "bound_s",
     "build",
+    "causal",
     "compare",
     "critical_path_s",
+    "delay_slopes",
     "memory",
     "plan",
     "plot",
+    "profile",
     "simulate",
     "steady",
     "sweep",
     "tokens_per_joule",
     "tokens_per_usd",
+    "uncertainty",
+    "what_if",
+    "what_ifs",
 ]
 
 # The extra `run` brings these; without it everything but running works.
@@ -92,23 +107,32 @@ _HOME = {
     "MoegenError": "moegen.errors",
     "Plan": "moegen.graph.strategy",
     "Shape": "moegen.graph.shape",
+    "Spread": "moegen.sim.spread",
     "Strategy": "moegen.graph.strategy",
     "Task": "moegen.graph.task",
     "TaskGraph": "moegen.graph.task",
     "TaskId": "moegen.graph.task",
     "Timeline": "moegen.timeline",
     "Workload": "moegen.graph.workload",
+    "bands": "moegen.sim.uncertainty",
+    "best_probability": "moegen.sim.uncertainty",
     "bound_s": "moegen.sim.bounds",
     "build": "moegen.graph.build",
+    "causal": "moegen.causal",
     "compare": "moegen.comparison",
     "critical_path_s": "moegen.sim.bounds",
+    "delay_slopes": "moegen.sim.delays",
     "memory": "moegen.graph.memory",
     "plan": "moegen.sim.search",
+    "profile": "moegen.exec.table",
     "simulate": "moegen.sim.engine",
     "steady": "moegen.sim.steady",
     "sweep": "moegen.sim.sweep",
     "tokens_per_joule": "moegen.economics",
     "tokens_per_usd": "moegen.economics",
+    "uncertainty": "moegen.sim.uncertainty",
+    "what_if": "moegen.whatif",
+    "what_ifs": "moegen.whatif",
 }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import moegen as mg
-from moegen.cli import bench, compare, demo, run, sweep, whatif
+from moegen.cli import bench, compare, demo, profile, run, sweep, whatif
 from moegen.cli.interrupt import interruptible
 
 app = typer.Typer(
@@ -65,3 +65,4 @@ _add(compare.compare, _PLAN)
 _add(demo.demo, _RUN)
 _add(run.run, _RUN)
 _add(bench.bench, _RUN)
+_add(profile.profile, _RUN)

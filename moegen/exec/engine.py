@@ -293,7 +293,8 @@ class Engine:
     def execute(self, g: TaskGraph, steps: int = 1, *, delays: Delays | None = None) -> Timeline:
         """Run ``g`` on synthetic rows of its shape, KV filled, and measure it.
 
-        Every step has the graph's shape, so the Timeline compares with a simulated one.
+        Every step has the graph's shape, so the Timeline compares with a simulated one. Where
+        ``delays`` holds tasks back on their lanes, ``meta["delayed_s"]`` says for how long.
         """
         return run_synthetic(g, self.machinery, steps, delays)
 

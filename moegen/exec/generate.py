@@ -228,6 +228,7 @@ class Generation:
             self.machinery.device,
             delays=self.delays,
             on_records=recorder.add,
+            on_delays=recorder.delayed,
             along=self._report,
         )
         runner.run()

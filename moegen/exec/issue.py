@@ -64,7 +64,10 @@ class Kernels(Protocol[StepT]):
 
 
 class Delays(Protocol):
-    """Seconds by which a test holds a task back."""
+    """Seconds by which a task is held back: before it is issued, or on its lane before it runs.
+
+    On its lane it holds back what is behind it too, and neither the issuing thread nor others.
+    """
 
     def issue_s(self, task: Task, index: int) -> float: ...
     def run_s(self, task: Task, index: int) -> float: ...
@@ -81,11 +84,15 @@ class _Wait(NamedTuple):
 
 @dataclass
 class Record:
-    """When a task ran: events until resolved, seconds after."""
+    """When a task ran: events until resolved, seconds after.
+
+    ``held`` is where its delay began, which ends where the task starts; None if it had none.
+    """
 
     task: Task
     start: Event | None
     end: Event
+    held: Event | None = None
 
 
 class _Queue:
@@ -277,15 +284,16 @@ class Issuer(Generic[StepT]):
         return True
 
     def _issue(self, q: _Queue, stream: Stream, task: Task, step: StepT | None) -> None:
-        index, start = q.index, None
+        index, start, held = q.index, None, None
         if self.delays is not None and (s := self.delays.run_s(task, index)):
+            held = stream.record()  # behind the waits: the delay itself is what is timed
             stream.delay(s)
         if not self.kernels.is_empty(task, step):
             start = stream.record()
             stream.submit(lambda: self.kernels.run(task, index, step))
         end = stream.record()
         q.ends[index % WINDOW][q.position] = (index, end)
-        q.records.setdefault(index, []).append(Record(task, start, end))
+        q.records.setdefault(index, []).append(Record(task, start, end, held))
         q.advance()
 
     def _pass(self, w: _Wait, q: _Queue, stream: Stream) -> bool:

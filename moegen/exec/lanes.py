@@ -64,7 +64,10 @@ class Stream(Protocol):
         """Let what is submitted from here on begin after ``event``."""
         ...
 
-    def delay(self, seconds: float) -> None: ...
+    def delay(self, seconds: float) -> None:
+        """Let what is submitted from here on begin so much later; the caller goes on at once."""
+        ...
+
     def pulse(self) -> int:
         """A number that another call finds changed if the lane has been at work meanwhile, or
         still is. A thread that waits for another lane is not at work; a CUDA stream cannot
@@ -77,6 +80,8 @@ class Stream(Protocol):
 
 _PR_SET_TIMERSLACK = 29
 ANCHOR_S = 20.0
+# Some 20 ms, in which a GPU comes to its clock, and some 5 ms to time it.
+_WAKE_CYCLES, _CLOCK_CYCLES = 40_000_000, 10_000_000
 
 
 class Clock:
@@ -298,8 +303,9 @@ class CudaStream:
             event.synchronize()
 
     def delay(self, seconds: float) -> None:
+        cycles = max(1, round(seconds * _cycles_per_s(self.stream.device)))
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(int(seconds * 1.9e9))
+            torch.cuda._sleep(cycles)
 
     def pulse(self) -> int:
         self._pulse += not self.stream.query()
@@ -310,6 +316,20 @@ class CudaStream:
 
     def close(self) -> None:
         self.stream.synchronize()
+
+
+@lru_cache
+def _cycles_per_s(device: torch.device) -> float:
+    """The clock that ``torch.cuda._sleep`` counts in, of a GPU that is awake."""
+    stream = torch.cuda.Stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_WAKE_CYCLES)
+        begin.record()
+        torch.cuda._sleep(_CLOCK_CYCLES)
+        end.record()
+    end.synchronize()
+    return _CLOCK_CYCLES / (begin.elapsed_time(end) / 1e3)
 
 
 # KV and ACT kernels are short and someone waits for them: they go before large GEMMs.

@@ -18,6 +18,7 @@ class Recorder:
     def __init__(self, graph: TaskGraph, keep: int, device: str) -> None:
         self.graph, self.device = graph, device
         self._times: deque[tuple[int, list[tuple[TaskId, float, float]]]] = deque(maxlen=keep)
+        self._delayed_s: deque[tuple[int, dict[str, float]]] = deque(maxlen=keep)
         self._steps: dict[int, Step] = {}
         self._keep = keep
 
@@ -31,8 +32,16 @@ class Recorder:
         """Times of every task of step ``index``."""
         self._times.append((index, times))
 
+    def delayed(self, index: int, delayed_s: dict[str, float]) -> None:
+        """Seconds by which tasks of each op were held back in step ``index``."""
+        self._delayed_s.append((index, delayed_s))
+
     def timeline(self) -> Timeline:
-        """The kept steps, numbered from 0, the first task starting at 0."""
+        """The kept steps, numbered from 0, the first task starting at 0.
+
+        ``meta["delayed_s"]`` is there if tasks were held back on their lanes: for how long those
+        of each op were in each step, all of them together.
+        """
         from moegen.timeline import Timeline
 
         ids: list[TaskId] = []
@@ -49,6 +58,12 @@ class Recorder:
                 end.append(b)
                 tokens.append(float("nan") if work is None else work.tokens)
         origin = min(start, default=0.0)
+        meta = {"device": self.device, "shapes": [s.to_dict() for s in shapes]}
+        if self._delayed_s:
+            of = dict(self._delayed_s)
+            ops = dict.fromkeys(op for delayed in of.values() for op in delayed)
+            steps = [of.get(index, {}) for index, _ in self._times]
+            meta["delayed_s"] = {op: [step.get(op, 0.0) for step in steps] for op in ops}
         return Timeline(
             self.graph,
             ids,
@@ -56,5 +71,5 @@ class Recorder:
             [b - origin for b in end],
             source="measured",
             tokens_actual=tokens,
-            meta={"device": self.device, "shapes": [s.to_dict() for s in shapes]},
+            meta=meta,
         )

@@ -42,6 +42,8 @@ class Runner(Generic[StepT]):
         Hold tasks back, on the issuing and on the executing side.
     on_records : callable, optional
         Gets each step's records once all of them have finished.
+    on_delays : callable, optional
+        Gets the seconds by which tasks of each op were held back on their lanes in a step.
     along : callable, optional
         Called on the caller's thread as steps go by, and once at the end, also that of a run
         that failed: the place for what lanes should not wait for.
@@ -55,16 +57,18 @@ class Runner(Generic[StepT]):
         *,
         delays: Delays | None = None,
         on_records: Callable[[int, list[tuple[TaskId, float, float]]], None] | None = None,
+        on_delays: Callable[[int, dict[str, float]], None] | None = None,
         along: Callable[[], None] | None = None,
     ) -> None:
         self.graph, self.kernels, self.device, self.delays = graph, kernels, device, delays
-        self.on_records, self.along = on_records, along
+        self.on_records, self.on_delays, self.along = on_records, on_delays, along
         self.resolved = 0  # steps whose times are known
         self.error: BaseException | None = None
         self._changed = threading.Condition()
         # Of the step whose times are being read: what was recorded, and times so far.
         self._events: list[Record] = []
         self._times: list[tuple[TaskId, float, float]] = []
+        self._delayed_s: dict[str, float] = {}
         self.issuer: Issuer[StepT] | None = None
 
     def run(self) -> None:
@@ -185,12 +189,19 @@ class Runner(Generic[StepT]):
             end = r.end.time_s()
             start = end if r.start is None else r.start.time_s()
             self._times.append((r.task.id._replace(step=index), start, end))
+            if r.held is not None:
+                op = r.task.id.op
+                held_s = start - r.held.time_s()
+                self._delayed_s[op] = self._delayed_s.get(op, 0.0) + held_s
         if len(self._times) == len(self._events):
             times, self._events, self._times = self._times, [], []
             issuer.forget(index)
             self.resolved = index + 1
+            delayed_s, self._delayed_s = self._delayed_s, {}
             if self.on_records is not None:
                 self.on_records(index, times)
+            if self.on_delays is not None and delayed_s:
+                self.on_delays(index, delayed_s)
         return True
 
 

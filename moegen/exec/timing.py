@@ -46,7 +46,20 @@ class Bench:
         each_with: tuple[Lane, Work] | None = None,
         span_s: float = SPAN_S,
     ) -> float:
-        """Seconds of ``work`` on a lane, run over and over for about ``span_s``.
+        """Seconds of ``work`` on a lane, undisturbed; otherwise as `spans`."""
+        spans = self.spans(lane, work, beside=beside, each_with=each_with, span_s=span_s)
+        return max(1e-9, undisturbed(spans))
+
+    def spans(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        beside: tuple[Lane, Work] | None = None,
+        each_with: tuple[Lane, Work] | None = None,
+        span_s: float = SPAN_S,
+    ) -> list[float]:
+        """Seconds of each run of ``work`` on a lane, over and over for about ``span_s``.
 
         ``beside`` keeps another lane busy all the time; ``each_with`` begins another lane's
         work with each run, and the next run waits for it.
@@ -62,7 +75,7 @@ class Bench:
             n = int(min(MOST_RUNS, max(2, span_s / max(once, 1e-6))))
             spans = self._spans(lane, work, n, each_with)
         self._raise()
-        return max(1e-9, undisturbed(spans))
+        return spans
 
     def _spans(
         self, lane: Lane, work: Work, n: int, each_with: tuple[Lane, Work] | None

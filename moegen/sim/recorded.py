@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from moegen.errors import InvalidInput, MoegenError
 from moegen.graph.checks import wholes
+from moegen.graph.company import Company
 from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel
 
 
@@ -42,6 +46,7 @@ class Recorded(CostModel):
         shared: bool,
     ) -> None:
         self.graph, self.costs, self.rule, self.shared = graph, tuple(costs), rule, shared
+        self.company = rule.company
         self._kinds = kinds
 
     def __repr__(self) -> str:
@@ -52,8 +57,11 @@ class Recorded(CostModel):
         """Steps that costs are told apart for."""
         return len(self._kinds) // max(1, len(self.graph))
 
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
         return self.rule.capacities(in_use)
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        return self.rule.capacities_of_many(names, draws)
 
     def estimate(self, task: Task) -> Cost:
         step, first = 0, task.id
@@ -77,12 +85,17 @@ class Recorded(CostModel):
         """Plain data, without the graph; steps that are alike are said once."""
         n, kinds = len(self.graph), list(self._kinds)
         alike = all(kinds[:n] == kinds[at : at + n] for at in range(n, len(kinds), n))
-        capacities, both = self.rule.capacities(), self.rule.capacities({"h2d", "d2h"})
+        capacities = dict(self.rule.capacities())
+        company = [vars(entry) for entry in self.rule.company]
+        # Beside both of their full loads: what is left is the rule of the two directions alone.
+        directions = {r: [capacities[r]] for r in ("h2d", "d2h") if r in capacities}
+        both = capacities if company else self.rule.capacities(directions)
         return {
             "costs": [[c.seconds, str(c.provenance), dict(c.demands)] for c in self.costs],
             "kinds": kinds[:n] if alike else kinds,
-            "capacities": dict(capacities),
+            "capacities": capacities,
             "duplex": {r: rate for r, rate in both.items() if rate != capacities[r]},
+            "company": company,
             "shared": self.shared,
         }
 
@@ -103,7 +116,13 @@ class Recorded(CostModel):
             shared = data["shared"]
             if not isinstance(shared, bool):
                 raise InvalidInput(f"shared must be true or false, got {shared!r}")
-            rule = CostModel.fixed({}, capacities=data["capacities"], duplex=data["duplex"])
+            company = [Company(**entry) for entry in data["company"]]
+            rule = CostModel.fixed(
+                {},
+                capacities=data["capacities"],
+                duplex=data["duplex"] or None,
+                company=company,
+            )
         except MoegenError as e:
             raise InvalidInput(f"the costs are damaged: {e}") from e
         except (KeyError, TypeError, ValueError, AttributeError) as e:

@@ -33,7 +33,9 @@ def speeds_of(loads: Sequence[Mapping[str, float]], cost: CostModel) -> list[flo
     list of float
         One speed in (0, 1] a task.
     """
-    return fair_speeds(loads, cost.capacities({name for load in loads for name in load}))
+    names = {name for load in loads for name in load}
+    in_use = {name: [load.get(name, 0.0) for load in loads] for name in names}
+    return fair_speeds(loads, cost.capacities(in_use))
 
 
 def fair_speeds(

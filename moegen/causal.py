@@ -1,0 +1,215 @@
+"""causal(): what a delay at a class of tasks does to a step, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from moegen.errors import InvalidInput
+from moegen.graph.checks import whole
+from moegen.graph.task import Task, TaskGraph
+from moegen.sim.cost import CostModel, checked_cost
+from moegen.sim.delays import (
+    BINDS,
+    LEVELS,
+    STEPS,
+    delay_of,
+    delayed_ops,
+    delayed_periods_s,
+    fitted,
+    has_work,
+)
+from moegen.sim.engine import simulate
+from moegen.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUNDS = 2
+# Of a stretch of steps: those before the window that counts, and behind it.
+_BEFORE, _BEHIND = 2, 1
+#: No delay at all would spare the executor what it takes to make one.
+TOUCH_S = 1e-9
+#: Slopes below this share of the tasks count as none.
+NONE = 0.05
+#: Standard errors within which two slopes are the same.
+SURE = 2.0
+
+
+class Executes(Protocol):
+    """What is asked of an engine; `moegen.Engine` is one."""
+
+    def execute(self, g: TaskGraph, steps: int = 1, *, delays: Any = None) -> Timeline: ...
+
+
+def causal(
+    engine: Executes,
+    g: TaskGraph,
+    cost: CostModel,
+    ops: Collection[str] | None = None,
+    delay_s: float | Mapping[str, float] | None = None,
+    steps: int = STEPS,
+    rounds: int = ROUNDS,
+) -> pd.DataFrame:
+    """Hold back every task of an op on its lane, op by op, and see what a step makes of it.
+
+    One run goes through stretches of ``steps`` steps: for each op one without a delay, one with
+    and one with twice that before each of its tasks, and all of that once a round, up and down
+    in turn, so that drift cancels. How long a delay really was is measured with it. The slope
+    of the period over the delay before a task is then held against that of the simulator with
+    the same delays: a task of its own on that lane, which draws on nothing.
+
+    Parameters
+    ----------
+    engine : Engine
+    g : TaskGraph
+        Of the engine's model: one step, bound to a shape.
+    cost : CostModel
+        Of the machine that the engine is on.
+    ops : collection of str, optional
+        All of the graph's by default.
+    delay_s : float or mapping of str to float, optional
+        Seconds before each task, by op. By default such that the delays of a class add up to 8%
+        of a predicted step.
+    steps : int
+        Of each stretch, at least 4; the first two and the last do not count.
+    rounds : int
+        At least 2: what differs between them is the noise.
+
+    Returns
+    -------
+    DataFrame
+        One row an op, in the graph's order: ``op``, ``lane``, ``tasks`` of a step,
+        ``delay_s`` (mean of the measured ones at the middle level), ``predicted_slope`` and
+        ``measured_slope`` (seconds of a step for each second before every task: at most about
+        ``tasks``), ``se`` (standard error of the measured one), ``binds`` (the predicted slope
+        is at least half the tasks), ``agrees`` (same sign, or no further apart than two standard
+        errors; within noise of 0, or less than a twentieth of the tasks, is 0), and ``error``
+        (predicted / measured - 1).
+
+    Raises
+    ------
+    InvalidInput
+        If an op is not in the graph, a number is out of range, or the graph cannot be executed.
+    GraphError
+        If the graph is unrolled.
+    """
+    import pandas as pd
+
+    if not callable(getattr(engine, "execute", None)):
+        raise InvalidInput(f"engine must be an Engine, got {engine!r}")
+    steps = whole(steps, "steps", at_least=_BEFORE + _BEHIND + 1)
+    rounds = whole(rounds, "rounds", at_least=2)
+    of = delayed_ops(g, ops)
+    period_s = simulate(g, checked_cost(cost), steps).period_s
+    delays = {op: delay_of(op, delay_s, n, period_s) for op, (_, n) in of.items()}
+    stretches = _stretches(list(of), rounds)
+    plan = _Plan([(op, level * delays[op]) for op, level in stretches], steps)
+    timeline = engine.execute(g, plan.n_steps, delays=plan)
+    seen = _Seen(timeline, plan, stretches)
+    found = {op: seen.of(op, n) for op, (_, n) in of.items()}
+    noise_s = _noise_s(found.values())
+    rows = []
+    for op, (lane, n) in of.items():
+        levels_s, measured, spread = found[op].levels_s, found[op].slope, found[op].spread
+        predicted = fitted(levels_s, delayed_periods_s(g, cost, op, levels_s, steps))
+        se = noise_s / spread
+        error = predicted / measured - 1 if measured else np.nan
+        binds, agrees = predicted >= BINDS * n, _agree(predicted, measured, se, n)
+        rows.append((op, lane, n, levels_s[1], predicted, measured, se, binds, agrees, error))
+    columns = ["op", "lane", "tasks", "delay_s", "predicted_slope", "measured_slope", "se"]
+    return pd.DataFrame(rows, columns=[*columns, "binds", "agrees", "error"])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Delays of a run: which op's tasks are held back in which stretch of steps, and how long."""
+
+    stretches: Sequence[tuple[str, float]]
+    steps: int
+
+    @property
+    def n_steps(self) -> int:
+        return len(self.stretches) * self.steps + _BEHIND
+
+    def issue_s(self, task: Task, index: int) -> float:
+        return 0.0
+
+    def run_s(self, task: Task, index: int) -> float:
+        at = index // self.steps
+        if at >= len(self.stretches):
+            return 0.0
+        op, seconds = self.stretches[at]
+        return max(seconds, TOUCH_S) if task.id.op == op and has_work(task) else 0.0
+
+    def counted(self, stretch: int) -> range:
+        """The steps of a stretch that count."""
+        begin = stretch * self.steps
+        return range(begin + _BEFORE, begin + self.steps - _BEHIND)
+
+
+def _stretches(ops: Sequence[str], rounds: int) -> list[tuple[str, int]]:
+    return [
+        (op, level)
+        for k in range(rounds)
+        for op in ops
+        for level in (LEVELS if k % 2 == 0 else LEVELS[::-1])
+    ]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of an op: mean delay before a task by level, slope, root of the delays' squares, errors."""
+
+    levels_s: list[float]
+    slope: float
+    spread: float
+    errors_s: np.ndarray
+
+
+class _Seen:
+    """What a run by a plan shows."""
+
+    def __init__(
+        self, timeline: Timeline, plan: _Plan, stretches: Sequence[tuple[str, int]]
+    ) -> None:
+        ends = timeline.step_end_s
+        delayed = timeline.meta["delayed_s"]
+        self._points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for i, (op, level) in enumerate(stretches):
+            counted = plan.counted(i)
+            period_s = (ends[counted[-1]] - ends[counted[0] - 1]) / len(counted)
+            delay_s = float(np.mean([delayed[op][k] for k in counted]))
+            self._points.setdefault((op, level), []).append((delay_s, float(period_s)))
+
+    def of(self, op: str, tasks: int) -> _Found:
+        # Delays and periods, shape [levels, rounds], about the mean of their round.
+        points = np.array([self._points[op, level] for level in LEVELS])
+        x, y = points[..., 0] / tasks, points[..., 1]
+        levels_s = x.mean(axis=1).tolist()
+        x, y = x - x.mean(axis=0), y - y.mean(axis=0)
+        squares = float((x**2).sum())
+        slope = float((x * y).sum()) / squares
+        left = y - slope * x
+        return _Found(levels_s, slope, squares**0.5, left - left.mean(axis=1, keepdims=True))
+
+
+def _noise_s(found: Collection[_Found] | Any) -> float:
+    """Standard deviation of a stretch's period, from how repeated ones differ."""
+    errors = [of.errors_s for of in found]
+    dof = sum((e.shape[0] - 1) * (e.shape[1] - 1) for e in errors)
+    return float(np.sqrt(sum((e**2).sum() for e in errors) / dof))
+
+
+def _agree(predicted: float, measured: float, se: float, tasks: int) -> bool:
+    none = NONE * tasks
+    if abs(predicted - measured) <= SURE * se:
+        return True
+    signs = [
+        0 if abs(slope) <= limit else np.sign(slope)
+        for slope, limit in ((predicted, none), (measured, max(none, SURE * se)))
+    ]
+    return bool(signs[0] == signs[1])

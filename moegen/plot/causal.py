@@ -1,0 +1,65 @@
+"""Slopes of a step over the delay of its tasks: predicted beside measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moegen.plot.frames import check
+from moegen.plot.style import bare, op_colours
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+
+def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
+    """What part of the delay before each op's tasks a step lengthens by.
+
+    1: every second of delay, before every task, shows in the period; 0: none does.
+
+    Parameters
+    ----------
+    df : DataFrame
+        What :func:`moegen.causal` gave, or :func:`moegen.delay_slopes`, which has no
+        measurement.
+    ax : matplotlib.axes.Axes, optional
+        Where to draw; a new figure by default.
+
+    Returns
+    -------
+    matplotlib.axes.Axes
+
+    Raises
+    ------
+    InvalidInput
+        If the frame is empty or lacks a column.
+    """
+    import matplotlib.pyplot as plt
+
+    is_measured = "measured_slope" in df.columns
+    predicted = "predicted_slope" if is_measured else "slope"
+    numbers = [predicted, "tasks", *(("measured_slope", "se") if is_measured else ())]
+    check(df, "df", numbers, ("op", "lane"))
+    df = df.assign(share=df[predicted] / df["tasks"])
+    df = df.sort_values("share", ascending=False, kind="stable")
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7.5, 1.3 + 0.3 * len(df)), layout="constrained")
+    at, colours = range(len(df)), op_colours(df["op"].tolist())
+    own = [colours[op] for op in df["op"]]
+    ax.barh(at, df["share"], color=own, alpha=0.45, height=0.72, label="predicted")
+    if is_measured:
+        shares, errors = df["measured_slope"] / df["tasks"], 2 * df["se"] / df["tasks"]
+        bars = {"ecolor": "black", "elinewidth": 1.2, "capsize": 3, "mfc": "white", "mec": "black"}
+        label = "measured, two standard errors"
+        ax.errorbar(shares, at, xerr=errors, fmt="D", ms=5, label=label, **bars)
+    for line in (0, 1):
+        ax.axvline(line, color="#333333", lw=0.8, ls="-" if line == 0 else ":")
+    names = zip(df["op"], df["tasks"], df["lane"], strict=True)
+    ax.set_yticks(at, [f"{op} ({n} on {lane})" for op, n, lane in names])
+    ax.set_xlabel("seconds that a step is longer, for each second that its tasks are held back")
+    ax.invert_yaxis()
+    ax.grid(axis="x", linewidth=0.4, alpha=0.5)
+    ax.tick_params(axis="y", length=0)
+    bare(ax, "top", "right", "left")
+    ax.legend(loc="lower right", fontsize=9, framealpha=0.9, edgecolor="none")
+    return ax

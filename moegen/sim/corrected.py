@@ -1,0 +1,176 @@
+"""Cost models corrected by a measured run, or with single durations changed."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moegen.errors import InvalidInput
+from moegen.graph.task import Lane, Task
+from moegen.sim.cost import Cost, CostModel, checked_cost
+from moegen.sim.engine import simulate
+from moegen.sim.rerun import measured_run, of_shapes, places
+from moegen.timeline import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Where tasks share much, one correction moves others: it is made again until nothing moves.
+TOLERANCE, MOST_ROUNDS = 1e-6, 12
+
+#: What is corrected together: an op of a phase on its lane.
+Key = tuple[str, str, Lane]
+
+
+class Scaled(CostModel):
+    """Another cost model with more or less of each task; subclasses say how much.
+
+    A task with a factor of 2 is twice as much of everything: it takes twice as long, alone and
+    in company, and draws as much a second as before.
+
+    Attributes
+    ----------
+    of : CostModel
+        The other one.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.of = checked_cost(cost)
+        self.by_work = cost.by_work
+
+    @abstractmethod
+    def factor(self, task: Task) -> float:
+        """What a task's duration and demands are multiplied by."""
+
+    @property
+    def hw(self) -> Any:
+        """The machine that the other one is of; None if of none."""
+        return getattr(self.of, "hw", None)
+
+    def estimate(self, task: Task) -> Cost:
+        cost, factor = self.of.estimate(task), self.factor(task)
+        if factor == 1.0:
+            return cost
+        demands = {name: units * factor for name, units in cost.demands.items()}
+        return Cost(cost.seconds * factor, cost.provenance, demands)
+
+    def capacities(self, *running: Any) -> Mapping[str, float]:
+        return self.of.capacities(*running)
+
+    def loads(self, cost: Cost) -> dict[str, float]:
+        return self.of.loads(cost)
+
+    def spread(self, task: Task) -> float:
+        return self.of.spread(task)
+
+    def domain(self) -> pd.DataFrame:
+        return self.of.domain()
+
+
+class OpTimes(Scaled):
+    """Durations of some ops times a factor each."""
+
+    def __init__(self, cost: CostModel, factors: Mapping[str, float]) -> None:
+        super().__init__(cost)
+        self.factors = dict(factors)
+
+    def __repr__(self) -> str:
+        return f"{self.of!r} with {', '.join(f'{op} x{f:g}' for op, f in self.factors.items())}"
+
+    def physical(self) -> CostModel:
+        return OpTimes(self.of.physical(), self.factors)
+
+    def factor(self, task: Task) -> float:
+        return self.factors.get(task.id.op, 1.0)
+
+
+class Corrected(Scaled):
+    """A cost model whose durations are, in the mean, those of a run. Made by :func:`correct`.
+
+    Ops that the run did not have, and those of another phase, stay as they were.
+
+    Attributes
+    ----------
+    factors : mapping
+        By op, phase and lane: what the other model's durations are multiplied by.
+    """
+
+    def __init__(self, cost: CostModel, factors: Mapping[Key, float]) -> None:
+        super().__init__(cost)
+        self.factors = dict(factors)
+
+    def __repr__(self) -> str:
+        return f"{self.of!r} corrected by a run"
+
+    def physical(self) -> CostModel:
+        return Corrected(self.of.physical(), self.factors)
+
+    def factor(self, task: Task) -> float:
+        return self.factors.get((task.id.op, task.id.phase, task.lane), 1.0)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row an op: ``phase``, ``lane`` and ``factor``, the farthest from 1 first."""
+        import pandas as pd
+
+        rows = [(op, phase, lane.value, f) for (op, phase, lane), f in self.factors.items()]
+        frame = pd.DataFrame(rows, columns=["op", "phase", "lane", "factor"]).set_index("op")
+        return frame.sort_values("factor", key=lambda f: -(f - 1).abs(), kind="stable")
+
+
+def correct(cost: CostModel, measured: Timeline) -> Corrected:
+    """``cost`` with a factor for each op, so that a run's durations come out in the mean.
+
+    The run is simulated as it was, each step with its own shape, all resources shared. The
+    factor of an op is what its tasks took together over what they take there, so that what the
+    run's tasks lost to each other is in both. Where that changes who meets whom, it is done
+    again until durations stay.
+
+    Parameters
+    ----------
+    cost : CostModel
+    measured : Timeline
+        Steps that count are those of ``Timeline.counted_steps``.
+
+    Raises
+    ------
+    InvalidInput
+        If the timeline was not measured, or an op takes no time by ``cost`` and some in the run:
+        no factor corrects that.
+    """
+    measured = measured_run(measured)
+    g, repeats = of_shapes(measured.graph, measured.shapes, len(measured.steps))
+    corrected = Corrected(cost, {})
+    run = simulate(g, corrected, repeats)
+    mine, theirs = places(measured, run)
+    keys: dict[Key, int] = {}
+    tasks = [measured.tasks[i] for i in mine]
+    of = np.array([keys.setdefault(_key(t), len(keys)) for t in tasks], dtype=int)
+    took = np.bincount(of, (measured.end_s - measured.start_s)[mine], len(keys))
+    factors = np.ones(len(keys))
+    for _ in range(MOST_ROUNDS):
+        takes = np.bincount(of, (run.end_s - run.start_s)[theirs], len(keys))
+        _refuse_nothing(list(keys), took, takes, factors)
+        ratio = np.divide(took, takes, out=np.ones(len(keys)), where=takes > 0)
+        if np.abs(ratio - 1).max(initial=0.0) <= TOLERANCE:
+            break
+        factors = factors * ratio
+        corrected = Corrected(cost, dict(zip(keys, factors.tolist(), strict=True)))
+        run = simulate(g, corrected, repeats)
+    return corrected
+
+
+def _key(task: Task) -> Key:
+    return task.id.op, task.id.phase, task.lane
+
+
+def _refuse_nothing(
+    keys: list[Key], took: np.ndarray, takes: np.ndarray, factors: np.ndarray
+) -> None:
+    for i in np.flatnonzero((takes == 0) & (took > 0) & (factors > 0))[:1]:
+        raise InvalidInput(
+            f"{keys[i][0]} takes no time by the cost model, and {took[i]:.3g} s in the measured "
+            f"run: no factor corrects that. Give it a duration in the cost model"
+        )

@@ -1,0 +1,181 @@
+"""delay_slopes(): how much a step lengthens when tasks of a class begin late."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moegen.errors import GraphError, InvalidInput
+from moegen.graph.checks import number
+from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.sim.corrected import Scaled
+from moegen.sim.cost import Cost, CostModel, Provenance
+from moegen.sim.engine import simulate
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STEPS = 6
+#: What delays together add to a lane at the middle level, as a share of a step.
+SHARE = 0.08
+#: No delay is shorter: a sleep on a stream or in a thread has a floor.
+LEAST_S = 50e-6
+#: Levels of a delay: none, one, two.
+LEVELS = (0, 1, 2)
+#: A class binds if at least this part of its tasks' delays shows in the period.
+BINDS = 0.5
+_DELAY = "delay of "
+
+
+def delay_slopes(
+    g: TaskGraph,
+    cost: CostModel,
+    ops: Collection[str] | None = None,
+    delay_s: float | Mapping[str, float] | None = None,
+    steps: int = STEPS,
+) -> pd.DataFrame:
+    """How much longer a step takes for each second by which every task of an op begins late.
+
+    A delay holds the lane of its task and draws on nothing: it begins when the task could, and
+    the task follows it. Of an op with n tasks a step, all on the way that binds, the period
+    grows by n seconds a second of delay; by 0 where there is slack for it. All resources are
+    shared, so a delayed copy also leaves the link to others meanwhile.
+
+    Parameters
+    ----------
+    g : TaskGraph
+        One step, bound to a shape if the cost model goes by work.
+    cost : CostModel
+    ops : collection of str, optional
+        All of the graph's by default.
+    delay_s : float or mapping of str to float, optional
+        Seconds before each task, by op: the slope is fitted to no delay, one and two of these. By
+        default such that the delays of a class add up to 8% of a step.
+    steps : int
+        Of each simulation; the period is the mean over those in its middle.
+
+    Returns
+    -------
+    DataFrame
+        One row an op, in the graph's order: ``op``, ``lane``, ``tasks`` of a step that have
+        something to do, ``delay_s``, ``slope``, and ``binds``: whether the slope is at least half
+        the tasks.
+
+    Raises
+    ------
+    InvalidInput
+        If an op is not in the graph, or a number is out of range.
+    GraphError
+        If the graph is unrolled.
+    """
+    import pandas as pd
+
+    of = delayed_ops(g, ops)
+    period_s = simulate(g, cost, steps).period_s
+    rows = []
+    for op, (lane, tasks) in of.items():
+        d = delay_of(op, delay_s, tasks, period_s)
+        levels = [level * d for level in LEVELS]
+        slope = fitted(levels, delayed_periods_s(g, cost, op, levels, steps))
+        rows.append((op, lane, tasks, d, slope, slope >= BINDS * tasks))
+    columns = ["op", "lane", "tasks", "delay_s", "slope", "binds"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[str, int]]:
+    """Lane and number of the tasks of each op that have something to do.
+
+    Raises
+    ------
+    InvalidInput
+        If an op is asked for that the graph has no such task of.
+    GraphError
+        If the graph is unrolled.
+    """
+    if g.n_steps != 1:
+        raise GraphError(f"the graph is unrolled to {g.n_steps} steps: give the graph of one step")
+    found: dict[str, tuple[str, int]] = {}
+    for t in g:
+        if has_work(t):
+            lane, n = found.get(t.id.op, (t.lane.value, 0))
+            found[t.id.op] = lane, n + 1
+    if ops is None:
+        return found
+    if isinstance(ops, str):
+        ops = [ops]
+    for op in ops:
+        if op not in found:
+            raise InvalidInput(
+                f"the graph has no task of {op!r} with something to do; it has {', '.join(found)}"
+            )
+    return {op: found[op] for op in dict.fromkeys(ops)}
+
+
+def has_work(t: Task) -> bool:
+    """Whether a task has something to do, as far as the graph knows."""
+    return t.work is None or not t.work.empty
+
+
+def delay_of(
+    op: str, given: float | Mapping[str, float] | None, tasks: int, period_s: float
+) -> float:
+    """Seconds of the delay before each task of an op."""
+    if isinstance(given, Mapping):
+        given = given.get(op)
+    if given is None:
+        return max(LEAST_S, SHARE * period_s / tasks) if period_s else 1.0
+    return number(given, f"the delay of {op}", above=0)
+
+
+def fitted(delays_s: Sequence[float], periods_s: Sequence[float]) -> float:
+    """Slope of the straight line of least squares."""
+    x, y = np.array(delays_s, dtype=float), np.array(periods_s, dtype=float)
+    x = x - x.mean()
+    return float(x @ y / (x @ x))
+
+
+def delayed_periods_s(
+    g: TaskGraph, cost: CostModel, op: str, delays_s: Sequence[float], steps: int = STEPS
+) -> list[float]:
+    """The period with each of these delays before every task of ``op`` that has work."""
+    delayed = with_delays(g, op)
+    return [simulate(delayed, Delayed(cost, s), steps).period_s for s in delays_s]
+
+
+def with_delays(g: TaskGraph, op: str) -> TaskGraph:
+    """``g`` with a task before each task of ``op``, on its lane, that waits for what it does."""
+    tasks: list[Task] = []
+    edges = list(g.edges)
+    for t in g:
+        if t.id.op == op and has_work(t):
+            before = _before(t.id)
+            tasks.append(Task(before, t.lane))
+            edges += [e._replace(dst=before) for e in g.preds[t.id]]
+        tasks.append(t)
+    return replace(g, tasks=tuple(tasks), edges=tuple(edges))
+
+
+class Delayed(Scaled):
+    """A cost model for graphs that :func:`with_delays` made."""
+
+    def __init__(self, cost: CostModel, delay_s: float) -> None:
+        super().__init__(cost)
+        self._delay = Cost(float(delay_s), Provenance.GIVEN)
+
+    def __repr__(self) -> str:
+        return f"{self.of!r} with delays of {self._delay.seconds:g} s"
+
+    def factor(self, task: Task) -> float:
+        return 1.0
+
+    def estimate(self, task: Task) -> Cost:
+        if task.id.op.startswith(_DELAY):
+            return self._delay
+        return self.of.estimate(task)
+
+
+def _before(task_id: TaskId) -> TaskId:
+    return task_id._replace(op=_DELAY + task_id.op)

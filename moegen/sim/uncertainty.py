@@ -1,0 +1,264 @@
+"""How sure a prediction is: many runs of a graph at once, each with durations that scatter."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moegen.errors import InvalidInput
+from moegen.graph.checks import number, whole
+from moegen.graph.task import TaskGraph
+from moegen.sim.cost import CostModel
+from moegen.sim.engine import simulate
+from moegen.sim.maxplus import Compiled
+from moegen.sim.spread import Spread
+from moegen.units import format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STEPS, SAMPLES, LEVEL = 5, 2000, 0.9
+# Durations that are held at once: 64 MiB.
+_AT_ONCE = 2**23
+
+
+@dataclass(frozen=True, eq=False)
+class Uncertainty:
+    """The period of a step as it may turn out; see :func:`uncertainty`.
+
+    Attributes
+    ----------
+    predicted_s : float
+        Without scatter: that of ``simulate``.
+    samples_s : ndarray, shape [samples]
+        Periods with scatter.
+    tokens : float
+        New tokens of a step; 0 where the graph has no shape.
+    """
+
+    predicted_s: float
+    samples_s: np.ndarray = field(repr=False)
+    tokens: float = 0.0
+
+    @property
+    def mean_s(self) -> float:
+        """Mean of the samples. Above ``predicted_s`` where lanes wait for the later of several."""
+        return float(self.samples_s.mean())
+
+    @property
+    def std_s(self) -> float:
+        """Standard deviation of the samples."""
+        return float(self.samples_s.std(ddof=1)) if len(self.samples_s) > 1 else 0.0
+
+    def quantile(self, share: float) -> float:
+        """The period, in seconds, that this share of the samples does not exceed.
+
+        Raises
+        ------
+        InvalidInput
+            If ``share`` does not lie in [0, 1].
+        """
+        if not 0 <= number(share, "a share of samples", at_least=0) <= 1:
+            raise InvalidInput(f"a share of samples lies in [0, 1], got {share!r}")
+        return float(np.quantile(self.samples_s, share))
+
+    def interval_s(self, level: float = LEVEL) -> tuple[float, float]:
+        """Low and high period, in seconds, between which ``level`` of the samples lie.
+
+        Raises
+        ------
+        InvalidInput
+            If ``level`` does not lie in [0, 1].
+        """
+        level = number(level, "level", at_least=0)
+        return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
+
+    def __repr__(self) -> str:
+        low, high = map(format_seconds, self.interval_s())
+        return (
+            f"<Uncertainty period {format_seconds(self.predicted_s)}, {LEVEL:.0%} of "
+            f"{len(self.samples_s):,} samples between {low} and {high}>"
+        )
+
+
+def uncertainty(
+    g: TaskGraph,
+    cost: CostModel,
+    spread: Spread | None = None,
+    *,
+    steps: int = STEPS,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Uncertainty:
+    """The period of a step when durations scatter as they were measured to.
+
+    The graph is simulated once, all resources shared; what each task then takes, company
+    included, is multiplied by random factors, and the graph is run again for each sample
+    (:class:`moegen.sim.maxplus.Compiled`). Each task of each step has a factor of its own, and
+    all tasks of an op one in common, both log-normal with a mean of 1. Who is slowed by whom is
+    not worked out anew.
+
+    Parameters
+    ----------
+    g : TaskGraph
+        One step, bound to a shape if the cost model goes by work.
+    cost : CostModel
+    spread : Spread, optional
+        By default what the cost model itself knows, ``Spread.of_cost(cost, g)``.
+    steps : int
+        Of a sample; the period is the mean over those in its middle.
+    samples : int
+    seed : int
+        The same seed gives the same samples.
+
+    Returns
+    -------
+    Uncertainty
+
+    Raises
+    ------
+    InvalidInput
+        If a number is out of range.
+    GraphError
+        If the graph is unrolled.
+    """
+    samples = whole(samples, "samples", at_least=1, at_most=2**24)
+    seed = whole(seed, "seed")
+    compiled = Compiled(g, steps)
+    if spread is None:
+        spread = Spread.of_cost(cost, g)
+    elif not isinstance(spread, Spread):
+        raise InvalidInput(f"spread must be a Spread, got {spread!r}")
+    run = simulate(g, cost, steps)
+    lasts = run.end_s - run.start_s
+    ops = list(dict.fromkeys(t.id.op for t in g))
+    place = {op: i for i, op in enumerate(ops)}
+    of = np.tile([place[t.id.op] for t in g], steps).astype(int)
+    each = np.array([spread.each.get(op, 0.0) for op in ops])[of]
+    # A stream of numbers for each op: candidates that are compared have them in common.
+    common = np.column_stack(
+        [
+            _factors(spread.common.get(op, 0.0), _stream(seed, op).standard_normal(samples))
+            for op in ops
+        ]
+    ).reshape(samples, len(ops))
+    own = np.random.default_rng([seed, zlib.crc32(g.structure_hash.encode())])
+    periods = np.empty(samples)
+    block = max(1, _AT_ONCE // max(1, len(lasts)))
+    for begin in range(0, samples, block):
+        rows = slice(begin, min(begin + block, samples))
+        durations = lasts * common[rows][:, of]
+        scatter = np.flatnonzero((each > 0) & (lasts > 0))
+        normal = own.standard_normal((len(durations), len(scatter)))
+        durations[:, scatter] *= _factors(each[scatter], normal)
+        periods[rows] = compiled.period(durations)
+    tokens = g.shape.tokens if g.shape is not None else 0
+    return Uncertainty(run.period_s, periods, float(tokens))
+
+
+def best_probability(
+    graphs: Mapping[Any, TaskGraph], cost: CostModel, spread: Spread | None = None, **options: Any
+) -> dict[Any, float]:
+    """The probability that each candidate gives the most tokens a second.
+
+    What all tasks of an op have in common is the same for all candidates within a sample: a link
+    that is slower than measured is so for each of them.
+
+    Parameters
+    ----------
+    graphs : mapping
+        The graph of a step by candidate: ``{omega: mg.build(...), ...}``. Those without a
+        shape count as of one token each.
+    cost, spread, **options
+        As for :func:`uncertainty`.
+
+    Returns
+    -------
+    dict
+        Probabilities by candidate, which sum to 1; ties are shared.
+
+    Raises
+    ------
+    InvalidInput
+        If there is no candidate; as :func:`uncertainty`.
+    """
+    return _best(_candidates(graphs, cost, spread, options))
+
+
+def bands(
+    graphs: Mapping[Any, TaskGraph],
+    cost: CostModel,
+    spread: Spread | None = None,
+    *,
+    name: str = "omega",
+    level: float = LEVEL,
+    **options: Any,
+) -> pd.DataFrame:
+    """A curve over candidates with its uncertainty; :func:`moegen.plot.bands` draws it.
+
+    Parameters
+    ----------
+    graphs : mapping
+        The graph of a step by candidate: ``{omega: mg.build(...), ...}``.
+    cost, spread, **options
+        As for :func:`uncertainty`.
+    name : str
+        Of the column of candidates.
+    level : float
+        Share of the samples between ``low`` and ``high``.
+
+    Returns
+    -------
+    DataFrame
+        One row a candidate: ``name``, ``period_s``, ``tokens_per_s`` as predicted, ``low`` and
+        ``high`` of it, and ``probability_best``.
+
+    Raises
+    ------
+    InvalidInput
+        As :func:`best_probability`.
+    """
+    import pandas as pd
+
+    found = _candidates(graphs, cost, spread, options)
+    probability = _best(found)
+    rows = []
+    for candidate, u in found.items():
+        tokens = u.tokens or 1.0
+        slow_s, fast_s = reversed(u.interval_s(level))
+        rates = [tokens / s if s else np.inf for s in (u.predicted_s, slow_s, fast_s)]
+        rows.append((candidate, u.predicted_s, *rates, probability[candidate]))
+    columns = [name, "period_s", "tokens_per_s", "low", "high", "probability_best"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _candidates(
+    graphs: Mapping[Any, TaskGraph], cost: CostModel, spread: Spread | None, options: Any
+) -> dict[Hashable, Uncertainty]:
+    if not isinstance(graphs, Mapping) or not graphs:
+        raise InvalidInput(
+            f"graphs must map candidates to graphs, such as {{0.5: mg.build(...)}}, got {graphs!r}"
+        )
+    return {k: uncertainty(g, cost, spread, **options) for k, g in graphs.items()}
+
+
+def _best(found: Mapping[Hashable, Uncertainty]) -> dict[Any, float]:
+    # Seconds a token: also of a step that takes none.
+    each = np.array([u.samples_s / (u.tokens or 1.0) for u in found.values()])
+    first = each == each.min(axis=0)
+    shares = (first / first.sum(axis=0)).mean(axis=1)
+    return dict(zip(found, shares.tolist(), strict=True))
+
+
+def _stream(seed: int, op: str) -> np.random.Generator:
+    return np.random.default_rng([seed, zlib.crc32(op.encode())])
+
+
+def _factors(deviation: Any, normal: np.ndarray) -> np.ndarray:
+    """Log-normal factors of mean 1 with a relative standard deviation."""
+    variance = np.log1p(np.square(deviation))
+    return np.exp(np.sqrt(variance) * normal - variance / 2)

@@ -1,0 +1,214 @@
+"""what_if(): a measured run with one part changed, its durations otherwise as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moegen.errors import InvalidInput, MoegenError
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.shape import Shape
+from moegen.graph.task import TaskGraph
+from moegen.sim.changes import Change
+from moegen.sim.corrected import OpTimes, correct
+from moegen.sim.cost import CostModel
+from moegen.sim.engine import simulate
+from moegen.sim.other_machine import OtherMachine, machine_of
+from moegen.sim.rebuilt import rebuilt
+from moegen.sim.rerun import measured_run, of_shapes
+from moegen.timeline import Timeline
+from moegen.units import format_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What a change would do to a measured run; see :func:`what_if`.
+
+    Attributes
+    ----------
+    question : str
+        What is changed.
+    base_s : float
+        The period that the cost model predicts for the run as it was, with its durations.
+    period_s : float
+        The same with the change.
+    measured_s : float
+        The run's own period: what is left between it and ``base_s`` is time between tasks
+        that the graph does not explain.
+    base_tokens, tokens : float
+        New tokens of a step, in the mean, before and after.
+    predicted : Timeline
+        The simulation with the change.
+    """
+
+    question: str
+    base_s: float
+    period_s: float
+    measured_s: float
+    base_tokens: float
+    tokens: float
+    predicted: Timeline
+
+    @property
+    def change(self) -> float:
+        """By which part of itself the period changes: -0.2 where it is a fifth shorter."""
+        return self.period_s / self.base_s - 1 if self.base_s else 0.0
+
+    @property
+    def gain(self) -> float:
+        """By which part of itself tokens a second rise: 0.25 where the period is a fifth less."""
+        if not (self.base_tokens and self.period_s):
+            return self.base_s / self.period_s - 1 if self.period_s else 0.0
+        return self.tokens / self.base_tokens * self.base_s / self.period_s - 1
+
+    def __str__(self) -> str:
+        before, after = format_seconds(self.base_s), format_seconds(self.period_s)
+        said = f"{self.question}: {before} -> {after}, {self.change:+.0%}"
+        if self.tokens != self.base_tokens:
+            said += f" (tokens a second {self.gain:+.0%})"
+        return said
+
+    def __repr__(self) -> str:
+        return f"<WhatIf {self}; measured {format_seconds(self.measured_s)}>"
+
+
+def what_if(measured: Timeline, cost: CostModel, **change: Any) -> WhatIf:
+    """A measured run with a part changed: what its step would take.
+
+    The cost model is corrected by the run (:meth:`CostModel.corrected`), so that durations are
+    the measured ones in the mean, and the run is simulated with and without the change. Durations
+    of tasks that a changed rate touches scale as the roofline says, others stay.
+
+    Parameters
+    ----------
+    measured : Timeline
+        Of a run; each step counts with the lengths and the routing that it had.
+    cost : CostModel
+        Of the machine that the run was on.
+    **change
+        What is changed, all of it together:
+
+        - a knob of `Strategy`, as a value or relative to what it was: ``omega="+0.1"``,
+          ``kv_slots=4``, ``B="x2"``, ``s_expert="+2GiB"``;
+        - a rate of `HardwareSpec`: ``cpu_attn_bytes_per_s="x1.5"``, ``launch_s=1e-6``;
+          ``link="x2"`` for all rates of the link;
+        - ``op={"expert": 0.5}``: an op's durations times a factor.
+
+    Returns
+    -------
+    WhatIf
+        ``print`` it for a sentence. Whether the change fits memory is not looked at: see
+        :func:`moegen.memory`.
+
+    Raises
+    ------
+    InvalidInput
+        If a name is unknown or a value out of range; the timeline was not measured; a knob is
+        changed and its graph is of no model or is unrolled; a rate, and the cost model is of no
+        machine; an op, and the run has none.
+    """
+    return _Run(measured, cost).ask(change)
+
+
+def what_ifs(
+    measured: Timeline, cost: CostModel, changes: Sequence[Mapping[str, Any]]
+) -> pd.DataFrame:
+    """Several questions about one measured run, the one that gains most first.
+
+    Parameters
+    ----------
+    measured, cost
+        As for :func:`what_if`.
+    changes : sequence of mapping
+        A question each: ``[{"link": "x2"}, {"omega": "+0.1", "kv_slots": "+2"}]``.
+
+    Returns
+    -------
+    DataFrame
+        One row a question: ``question``, ``base_s``, ``period_s``, ``change``, ``gain``,
+        ``tokens_per_s``, ``measured_s`` and ``error``, which says why a question has no answer;
+        its numbers are NaN then. :func:`moegen.plot.what_ifs` draws it.
+
+    Raises
+    ------
+    InvalidInput
+        If there is no question, or one names what is not there.
+    """
+    import pandas as pd
+
+    if isinstance(changes, Mapping) or not all(isinstance(c, Mapping) for c in changes):
+        raise InvalidInput(
+            f'changes must be a list of mappings, [{{"link": "x2"}}], got {changes!r}'
+        )
+    if not changes:
+        raise InvalidInput('there is no question: give at least one, [{"link": "x2"}]')
+    for change in changes:
+        Change.of(change)
+    run = _Run(measured, cost)
+    rows = []
+    for change in changes:
+        row = {"question": ", ".join(f"{k} {v}" for k, v in change.items()), "error": ""}
+        row |= {"base_s": run.base_s, "measured_s": measured.period_s}
+        try:
+            told = run.ask(change)
+        except MoegenError as e:
+            row["error"] = str(e)
+        else:
+            row |= {"question": told.question, "period_s": told.period_s}
+            row |= {"change": told.change, "gain": told.gain}
+            if told.tokens and told.period_s:
+                row["tokens_per_s"] = told.tokens / told.period_s
+        rows.append(row)
+    columns = ["question", "base_s", "period_s", "change", "gain", "tokens_per_s", "measured_s"]
+    frame = pd.DataFrame(rows, columns=[*columns, "error"])
+    return frame.sort_values("gain", ascending=False, kind="stable", ignore_index=True)
+
+
+class _Run:
+    """A measured run, and the cost model that has its durations."""
+
+    def __init__(self, measured: Timeline, cost: CostModel) -> None:
+        self.measured = measured_run(measured)
+        self.cost = correct(cost, measured)
+        self.steps = len(measured.steps)
+        self.base_s = self._simulated(measured.graph, measured.shapes, self.cost).period_s
+
+    def ask(self, asked: Mapping[str, Any]) -> WhatIf:
+        change, g = Change.of(asked), self.measured.graph
+        absent = change.ops.keys() - {t.id.op for t in g}
+        if absent:
+            there = ", ".join(dict.fromkeys(t.id.op for t in g))
+            raise InvalidInput(f"the run has no op {min(absent)!r}; it has {there}")
+        cost: CostModel = self.cost
+        hw: HardwareSpec | None = None
+        if change.rates:
+            hw = machine_of(cost)
+            cost = OtherMachine(cost, change.machine(hw))
+        if change.ops:
+            cost = OpTimes(cost, change.ops)
+        shapes = self.measured.shapes
+        if change.knobs:
+            g, shapes = rebuilt(g, shapes, change.strategy)
+        predicted = self._simulated(g, shapes, cost)
+        return WhatIf(
+            question=change.words(self.measured.graph.strategy, hw),
+            base_s=self.base_s,
+            period_s=predicted.period_s,
+            measured_s=self.measured.period_s,
+            base_tokens=_tokens(self.measured.graph, self.measured.shapes),
+            tokens=_tokens(g, shapes),
+            predicted=predicted,
+        )
+
+    def _simulated(self, g: TaskGraph, shapes: Sequence[Shape], cost: CostModel) -> Timeline:
+        run, repeats = of_shapes(g, shapes, self.steps)
+        return simulate(run, cost, repeats)
+
+
+def _tokens(g: TaskGraph, shapes: Sequence[Shape]) -> float:
+    shapes = shapes or ([g.shape] if g.shape is not None else [])
+    return sum(shape.tokens for shape in shapes) / len(shapes) if shapes else 0.0

@@ -1,0 +1,182 @@
+"""What delays do to a step: by hand, by an engine that is a simulator, and on CPU lanes."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+import pytest
+from handmade import edge, random_durations, random_graph, task
+from small_models import mixtral
+
+import moegen as mg
+from moegen.errors import GraphError, InvalidInput
+from moegen.graph.task import Lane, Task, TaskGraph, TaskId
+from moegen.sim.cost import CostModel
+from moegen.sim.delays import Delayed, with_delays
+from moegen.sim.maxplus import Compiled
+from moegen.timeline import Timeline
+
+matplotlib.use("agg")
+
+
+def overlap() -> TaskGraph:
+    """Three copies and three kernels that wait for one each; copies are ahead by two at most."""
+    tasks, edges = [], []
+    for k in range(3):
+        copy, use = TaskId("copy", "decode", 0, k), TaskId("use", "decode", 0, k)
+        tasks += [Task(copy, Lane.BULK), Task(use, Lane.GPU)]
+        edges.append(edge("x", "x")._replace(src=copy, dst=use))
+        before = use._replace(layer=(k - 2) % 3)
+        why = edge("x", "x", "BUFFER", distance=int(k < 2)).reason
+        edges.append(edge("x", "x")._replace(src=before, dst=copy, reason=why))
+    return TaskGraph(tuple(tasks), tuple(edges))
+
+
+def test_an_op_that_binds_has_its_tasks_for_a_slope_and_one_with_slack_none():
+    cost = CostModel.fixed({"copy": 2.0, "use": 1.0})
+    df = mg.delay_slopes(overlap(), cost, delay_s=0.01)
+    assert df["op"].tolist() == ["copy", "use"] and df["lane"].tolist() == ["BULK", "GPU"]
+    assert df["tasks"].tolist() == [3, 3]
+    assert df["slope"].tolist() == pytest.approx([3.0, 0.0], abs=1e-9)
+    assert df["binds"].tolist() == [True, False]
+    # With a delay of 2 s before each, kernels bind as soon as the slack of 1 s is used up: no
+    # delay, 1.5 s and 3 s make steps of 6, 7.5 and 12 s, on which a straight line rises by 2.
+    df = mg.delay_slopes(overlap(), cost, ["use"], delay_s={"use": 1.5})
+    assert df["slope"].tolist() == pytest.approx([2.0])
+
+
+def test_a_delay_waits_for_what_its_task_waits_for():
+    g = TaskGraph((task("a", "GPU"), task("b", "CPU")), (edge("a", "b"),))
+    times = mg.simulate(with_delays(g, "b"), Delayed(CostModel.fixed({"a": 2.0, "b": 1.0}), 0.5))
+    by_op = {i.op: (s, e) for i, s, e in zip(times.ids, times.start_s, times.end_s, strict=True)}
+    assert by_op == {"a": (0, 2), "delay of b": (2, 2.5), "b": (2.5, 3.5)}
+
+
+def test_a_delayed_copy_leaves_the_link_to_others():
+    g = TaskGraph((task("a", "BULK"), task("b", "KV")), ())
+    cost = CostModel.fixed(
+        {"a": 1.0, "b": 1.0},
+        demands={"a": {"h2d": 1.0}, "b": {"h2d": 1.0}},
+        capacities={"h2d": 1.0},
+    )
+    assert mg.simulate(g, cost).makespan_s == 2.0
+    # While `a` waits 1 s, `b` has the link alone: nothing is lost.
+    assert mg.simulate(with_delays(g, "a"), Delayed(cost, 1.0)).makespan_s == 2.0
+
+
+def test_delays_equal_longer_tasks_where_nothing_is_shared():
+    rng = np.random.default_rng(11)
+    for _ in range(30):
+        g = random_graph(rng)
+        durations = random_durations(rng, g)
+        op = g.tasks[int(rng.integers(len(g)))].id.op
+        longer = {i: s + 0.3 * (i.op == op) for i, s in durations.items()}
+        delayed = Delayed(CostModel.fixed(durations), 0.3)
+        run = mg.simulate(with_delays(g, op), delayed, steps=3)
+        again = mg.simulate(g, CostModel.fixed(longer), steps=3)
+        assert run.makespan_s == pytest.approx(again.makespan_s, rel=1e-12)
+
+
+def test_delays_of_a_built_graph_leave_out_what_has_nothing_to_do():
+    s = mg.Strategy(B=2, b_a=1, b_e=8, omega=0.5, fetch="routed")
+    g = mg.build(mixtral(), s, kv_len=9).bind(
+        mg.Shape((9, 9), (1, 1), {0: (2, 2, 0, 0), 1: (1, 1, 1, 1)})
+    )
+    cost = CostModel.roofline(mg.HardwareSpec.from_name("c2"))
+    df = mg.delay_slopes(g, cost).set_index("op")
+    assert df.loc["expert", "tasks"] == 6 and "shared_expert" not in df.index
+    assert (df["slope"] <= df["tasks"] + 1e-6).all() and (df["slope"] >= -1e-6).all()
+    assert df.loc["lm_head", "slope"] == pytest.approx(1.0)
+
+
+class SimulatedEngine:
+    """Executes by Eq. 4, with each step's own delays, noise, and a clock that drifts."""
+
+    def __init__(self, cost: CostModel, noise: float = 0.0, drift: float = 0.0) -> None:
+        self.cost, self.noise, self.drift = cost, noise, drift
+        self.runs = 0
+
+    def execute(self, g, steps=1, *, delays=None):
+        self.runs += 1
+        rng = np.random.default_rng(1)
+        held = [[delays.run_s(t, k) for t in g] for k in range(steps)]
+        lasts = np.array([[self.cost.seconds(t) for t in g]] * steps)
+        lasts *= 1 + self.noise * rng.standard_normal((steps, 1))
+        lasts *= 1 + self.drift * np.arange(steps)[:, None]
+        # A sleep takes longer than it was told to.
+        held = [[1.1 * s + 1e-4 if s else 0.0 for s in step] for step in held]
+        ends = Compiled(g, steps).ends((lasts + held).ravel())
+        ids = [t.id._replace(step=k) for k in range(steps) for t in g]
+        ops = dict.fromkeys(t.id.op for t in g)
+        by_op = {
+            op: [sum(s for t, s in zip(g, step, strict=True) if t.id.op == op) for step in held]
+            for op in ops
+        }
+        start = ends - lasts.ravel()
+        meta = {"delayed_s": {op: steps for op, steps in by_op.items() if any(steps)}}
+        return Timeline(g, ids, start, ends, source="measured", meta=meta)
+
+
+def test_what_a_run_shows_is_what_the_simulator_predicts():
+    cost = CostModel.fixed({"copy": 2.0, "use": 1.0})
+    engine = SimulatedEngine(cost)
+    df = mg.causal(engine, overlap(), cost)
+    columns = ["op", "lane", "tasks", "delay_s", "predicted_slope", "measured_slope", "se"]
+    assert list(df.columns) == [*columns, "binds", "agrees", "error"]
+    assert df["predicted_slope"].tolist() == pytest.approx([3.0, 0.0], abs=1e-6)
+    assert df["measured_slope"].tolist() == pytest.approx([3.0, 0.0], abs=1e-6)
+    assert df["se"].max() < 1e-9 and df["agrees"].all() and df["binds"].tolist() == [True, False]
+    # 8% of a step of 6 s over three tasks, as long as they really were.
+    assert df["delay_s"].tolist() == pytest.approx([1.1 * 0.08 * 6 / 3 + 1e-4] * 2)
+    assert engine.runs == 1
+
+
+def test_drift_cancels_and_noise_is_told():
+    cost = CostModel.fixed({"copy": 2.0, "use": 1.0})
+    df = mg.causal(SimulatedEngine(cost, drift=1e-4), overlap(), cost)
+    assert df["measured_slope"].tolist() == pytest.approx([3.0, 0.0], abs=0.01)
+    noisy = [
+        mg.causal(SimulatedEngine(cost, noise), overlap(), cost, rounds=20) for noise in (0.02, 0.2)
+    ]
+    assert noisy[1]["se"].mean() == pytest.approx(10 * noisy[0]["se"].mean(), rel=0.3)
+    off = (noisy[0]["measured_slope"] - [3.0, 0.0]).abs() / noisy[0]["se"]
+    assert (off < 4).all() and (noisy[0]["se"] > 0.01).all()
+
+
+def test_a_wrong_model_is_found_out():
+    """The machine's kernels are slower than the model thinks: they bind, not the copies."""
+    engine = SimulatedEngine(CostModel.fixed({"copy": 2.0, "use": 3.0}))
+    df = mg.causal(engine, overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0}))
+    assert not df["agrees"].any()
+    assert df["predicted_slope"].tolist() == pytest.approx([3.0, 0.0], abs=1e-6)
+    assert df["measured_slope"].tolist() == pytest.approx([0.0, 3.0], abs=1e-6)
+    assert df["error"][1] == pytest.approx(-1.0)
+
+
+def test_the_picture_names_every_class(tmp_path):
+    cost = CostModel.fixed({"copy": 2.0, "use": 1.0})
+    df = mg.causal(SimulatedEngine(cost, 0.01), overlap(), cost)
+    ax = mg.plot.causal(df)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["copy (3 on BULK)", "use (3 on GPU)"]
+    assert {t.get_text() for t in ax.get_legend().get_texts()} >= {"predicted"}
+    ax.figure.savefig(tmp_path / "causal.png")
+    alone = mg.plot.causal(mg.delay_slopes(overlap(), cost))
+    assert len(alone.get_legend().get_texts()) == 1
+
+
+def test_refusals():
+    g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0})
+    engine = SimulatedEngine(cost)
+    with pytest.raises(InvalidInput, match="no task of 'cpy' with something to do; it has copy"):
+        mg.causal(engine, g, cost, ["cpy"])
+    with pytest.raises(InvalidInput, match="rounds must be a whole number of at least 2"):
+        mg.causal(engine, g, cost, rounds=1)
+    with pytest.raises(InvalidInput, match="steps must be a whole number of at least 4"):
+        mg.causal(engine, g, cost, steps=3)
+    with pytest.raises(InvalidInput, match="engine must be an Engine, got None"):
+        mg.causal(None, g, cost)
+    with pytest.raises(InvalidInput, match="the delay of copy must be a finite number above 0"):
+        mg.causal(engine, g, cost, delay_s=0.0)
+    with pytest.raises(GraphError, match="unrolled to 2 steps"):
+        mg.delay_slopes(g.unroll(2), cost)
+    assert engine.runs == 0

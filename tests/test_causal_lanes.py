@@ -1,0 +1,160 @@
+"""Delays, what-ifs and spread of runs on CPU lanes: loose, for the machine is shared."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tiny import tiny_mixtral  # noqa: E402
+
+import moegen as mg  # noqa: E402
+from moegen.exec.lanes import Clock, open_streams  # noqa: E402
+from moegen.graph.task import Lane  # noqa: E402
+from moegen.sim.cost import CostModel  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+S = mg.Strategy(B=8, b_a=2, b_e=64, omega=0.5)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path, _ = tiny_mixtral(tmp_path_factory.mktemp("tiny"), num_hidden_layers=2)
+    with mg.Engine.from_pretrained(path, device="cpu", dtype="float32") as e:
+        yield e
+
+
+@pytest.fixture(scope="module")
+def graph(engine):
+    return mg.build(engine.model, S, kv_len=40)
+
+
+@pytest.fixture(scope="module")
+def cost(engine, graph):
+    """The roofline of any machine, corrected by a run on this one."""
+    run = engine.execute(graph, 8)
+    return CostModel.roofline(mg.HardwareSpec.from_name("c2")).corrected(run)
+
+
+def test_a_run_says_how_long_its_delays_were(engine, graph):
+    class Held:
+        def issue_s(self, task, index):
+            return 0.0
+
+        def run_s(self, task, index):
+            return 2e-3 if task.id.op == "pre_attn" and index == 1 else 0.0
+
+    run = engine.execute(graph, 3, delays=Held())
+    assert list(run.meta["delayed_s"]) == ["pre_attn"]
+    before, held, after = run.meta["delayed_s"]["pre_attn"]
+    assert before == after == 0.0 and 4e-3 <= held < 0.1
+    assert "delayed_s" not in engine.execute(graph, 2).meta
+
+
+def test_a_class_that_binds_and_one_with_slack(engine, graph, cost):
+    """Each layer's products are on the only way through a step; its first copies are not.
+
+    The lm_head is once a step, and everything waits for the tokens that come of it.
+    """
+    df = mg.causal(
+        engine,
+        graph,
+        cost,
+        ["pre_attn", "lm_head", "copy_dense"],
+        delay_s={"pre_attn": 3e-3, "lm_head": 4e-3, "copy_dense": 2e-4},
+        steps=8,
+        rounds=3,
+    ).set_index("op")
+    assert df["tasks"].to_dict() == {"pre_attn": 2, "lm_head": 1, "copy_dense": 2}
+    assert df.loc["pre_attn", "measured_slope"] == pytest.approx(2.0, abs=0.5)
+    assert df.loc["lm_head", "measured_slope"] == pytest.approx(1.0, abs=0.4)
+    assert df.loc["pre_attn", "predicted_slope"] == pytest.approx(2.0, abs=0.2)
+    assert df.loc["lm_head", "predicted_slope"] == pytest.approx(1.0, abs=0.1)
+    assert df.loc[["pre_attn", "lm_head"], "binds"].all()
+    assert df.loc[["pre_attn", "lm_head"], "agrees"].all()
+    assert not df.loc["copy_dense", "binds"]
+
+
+def test_a_delay_holds_back_its_lane_alone_and_not_the_caller():
+    device = torch.device("cpu")
+    streams = open_streams(device, Clock(device), lambda e: None)
+    try:
+        began = time.perf_counter()
+        streams[Lane.BULK].delay(0.2)
+        behind = streams[Lane.BULK].record()
+        beside = streams[Lane.ACT].record()
+        assert time.perf_counter() - began < 0.1
+        beside.synchronize()
+        assert not behind.ready()
+        behind.synchronize()
+        assert behind.time_s() - beside.time_s() > 0.1
+    finally:
+        for stream in streams.values():
+            stream.close()
+
+
+@pytest.mark.gpu
+def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
+    """On a GPU: as long as it was asked for, and the copy engine is free for others meanwhile."""
+    device = torch.device("cuda", 0)
+    streams = open_streams(device, Clock(device), lambda e: None)
+    there = {lane: torch.empty(1 << 20, device=device) for lane in (Lane.BULK, Lane.KV)}
+    host = torch.ones(1 << 20).pin_memory()
+
+    def copied(lane):
+        streams[lane].submit(lambda: there[lane].copy_(host, non_blocking=True))
+        return streams[lane].record()
+
+    try:
+        for lane in there:  # what is first is slow
+            copied(lane).synchronize()
+        for seconds in (1e-3, 1e-4, 1e-2):
+            began = streams[Lane.BULK].record()
+            streams[Lane.BULK].delay(seconds)
+            held = streams[Lane.BULK].record()
+            behind, beside = copied(Lane.BULK), copied(Lane.KV)
+            for event in (behind, beside):
+                event.synchronize()
+            took_s = held.time_s() - began.time_s()
+            assert took_s == pytest.approx(seconds, rel=0.1, abs=2e-5)
+            assert behind.time_s() >= held.time_s()
+            assert seconds < 5e-3 or beside.time_s() < held.time_s()
+    finally:
+        for stream in streams.values():
+            stream.close()
+
+
+def test_more_slots_as_predicted_and_as_executed(engine, graph, cost):
+    base = engine.execute(graph, 12)
+    told = mg.what_if(base, CostModel.roofline(mg.HardwareSpec.from_name("c2")), kv_slots="+2")
+    more = mg.build(engine.model, S.with_(kv_slots=4), kv_len=40)
+    assert told.predicted.graph.structure_hash == more.structure_hash
+    real = engine.execute(more, 12)
+    assert told.period_s == pytest.approx(real.period_s, rel=0.5)
+    assert told.base_s == pytest.approx(told.measured_s, rel=0.5)
+
+
+def test_a_run_of_mixed_lengths_and_its_own_routing(engine):
+    prompts = [[3 + i % 50 for i in range(n)] for n in (33, 1, 64, 5, 17, 40)]
+    engine.generate(prompts, [6, 3, 6, 6, 2, 6], ignore_eos=True)
+    roof = CostModel.roofline(mg.HardwareSpec.from_name("c2"))
+    for run in (engine.timelines[0], engine.timelines[-1]):
+        cost = roof.corrected(run)
+        assert all(f > 0 for f in cost.factors.values())
+        told = mg.what_if(run, roof, omega=0.5) if run.graph.phase == "decode" else None
+        assert told is None or (told.period_s > 0 and told.tokens == told.base_tokens)
+        assert mg.what_if(run, roof, op={"expert": 1.0}).change == 0.0
+    phases = {run.graph.phase for run in engine.timelines}
+    assert phases == {"prefill", "decode"}
+
+
+def test_spread_of_runs(engine, graph, cost):
+    spread = mg.Spread.of([engine.execute(graph, 6) for _ in range(3)])
+    assert {"expert", "attn_cpu", "lm_head"} <= spread.each.keys()
+    assert all(0 <= v < 10 for v in (*spread.each.values(), *spread.common.values()))
+    u = mg.uncertainty(graph, cost, spread, samples=200)
+    low, high = u.interval_s()
+    assert low < u.quantile(0.5) < high
