@@ -95,7 +95,7 @@ def test_files_for_tables_pictures_and_traces(files, capsys):
         (("real.json", "--hw", "c2", "--profile", "h200"), "drop one"),
         (("real.json", "--profile", "h20"), "--profile: 'h20' is no file, and none of h200"),
         (("real.json", "--hw", "c4"), "--hw: 'c4' is no file"),
-        (("none.json", "real.json"), "none.json: cannot read the timeline none.json: No such"),
+        (("none.json", "real.json"), "moegen: cannot read the timeline none.json: No such file"),
         (("graph.json", "real.json"), "graph.json: not a timeline"),
         (("text.txt", "real.json"), "text.txt is not JSON"),
         (("other.json", "real.json"), "the timelines are of different graphs"),

@@ -172,6 +172,7 @@ def test_a_timeline_that_does_not_say_what_tasks_cost_cannot_be_split():
     result = mg.compare(as_measured(run), as_measured(run))
     with pytest.raises(mg.InvalidInput, match="give one that mg.simulate made, or a CostModel"):
         _ = result.parts
+    assert repr(result).endswith("error +0.0%>")
     assert result.to_dict()["parts"] is None and "task cost" not in str(result)
 
 

@@ -114,8 +114,12 @@ def compare(
 
 
 def _load(path: Path) -> mg.Timeline:
-    with naming(str(path)):
+    try:
         return mg.Timeline.load(path)
+    except InvalidInput as error:
+        if str(path) in str(error):
+            raise
+        raise InvalidInput(f"{path}: {error}") from error
 
 
 def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:

@@ -185,7 +185,7 @@ class Comparison:
         return words.as_text(self)
 
     def __repr__(self) -> str:
-        return f"<Comparison {self.name}: {words.why(self)}>"
+        return f"<Comparison {words.in_short(self)}>"
 
     def _repr_html_(self) -> str:
         return words.as_html(self)

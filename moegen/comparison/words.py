@@ -36,10 +36,15 @@ def as_text(c: Comparison) -> str:
     return "\n".join(lines)
 
 
+def in_short(c: Comparison) -> str:
+    """The period and its error."""
+    predicted, measured, error = _period(c)
+    return f"{c.name}: a step every {predicted} predicted, {measured} measured, error {error}"
+
+
 def why(c: Comparison) -> str:
     """The error of the period in its parts, in words."""
-    predicted, measured, error = _period(c)
-    lines = [f"A step every {predicted} predicted, {measured} measured: error {error}"]
+    lines = [in_short(c)]
     for part, row in c.parts.iterrows():
         lines.append(f"  {row['share']:+7.2%} {part}")
         if part == "task cost":
@@ -50,14 +55,10 @@ def why(c: Comparison) -> str:
 
 def as_html(c: Comparison) -> str:
     """Tables for a notebook."""
-    predicted, measured, error = _period(c)
     tables = "".join(_shown(frame).to_html() for frame in (c.by_op, c.by_lane))
     if c.predicted.cost is not None:
         tables += f"<pre>{html.escape(why(c))}</pre>"
-    return (
-        f"<div><b>{html.escape(c.name)}</b>: a step every {predicted} predicted, "
-        f"{measured} measured, error {error}{tables}</div>"
-    )
+    return f"<div>{html.escape(in_short(c))}{tables}</div>"
 
 
 def as_dict(c: Comparison) -> dict[str, Any]:
