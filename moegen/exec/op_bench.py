@@ -4,8 +4,10 @@ at a time."""
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +24,7 @@ from moegen.graph.task import Lane, Task, TaskGraph
 # The first step compiles kernels, the second finds every slot filled; then host code is timed.
 _PRIMING_STEPS = 4
 # KV that no cache holds, made up as several sets of rows.
+_IDLE_S = 0.005
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
 
@@ -33,10 +36,10 @@ class Timed(NamedTuple):
     task : Task
         With its work.
     seconds : float
-        The median of the runs.
+        The mean of the runs, without the extremes.
     spread : float
         Half of what lies between the 16th and the 84th percentile, over the median: the
-        standard deviation, where runs differ by chance.
+        relative standard deviation, where runs differ by chance.
     issue_s : float
         What the issuing thread took to hand it over, in a run.
     """
@@ -47,11 +50,17 @@ class Timed(NamedTuple):
     issue_s: float = 0.0
 
 
+def _idle() -> None:
+    time.sleep(_IDLE_S)
+
+
 def timed(task: Task, spans: Sequence[float], issue_s: float = 0.0) -> Timed:
     """What a task took, by the seconds of each of its runs."""
     low, middle, high = np.quantile(spans, [0.16, 0.5, 0.84]).tolist()
-    middle = max(middle, 1e-9)
-    return Timed(task, middle, (high - low) / 2 / middle, issue_s)
+    # Steps are made of means; but what comes once in a while is no property of the task.
+    inner = sorted(spans)[len(spans) // 10 : max(1, len(spans) - len(spans) // 10)]
+    mean = max(float(np.mean(inner)), 1e-9)
+    return Timed(task, mean, (high - low) / 2 / max(middle, 1e-9), issue_s)
 
 
 class OpBench:
@@ -102,26 +111,49 @@ class OpBench:
         return lambda: self._program.run(next(turn), self._index, self._step)
 
     def time(self, op: str, span_s: float, heat: Work | None = None) -> list[Timed]:
-        """Each kind of an op's tasks, timed for about ``span_s``.
+        """Each kind of an op's tasks, timed for about ``span_s``, as a step finds them.
 
-        Tasks of one kind take turns: they read other weights each time, as in a run. ``heat``
-        is computed between them: a GPU that has much to compute does so at a lower clock.
+        Tasks of one kind take turns: they read other weights each time. In decode weights are
+        copied all the time, so the kernels of other lanes are timed beside that: a kernel takes
+        some 20 us more then, and who reads host memory waits longer. The CPU has been idle
+        before each run, for its threads sleep between layers. In prefill ``heat`` is computed
+        between runs: a GPU that has much to compute does so at a lower clock.
+
+        Parameters
+        ----------
+        op : str
+        span_s : float
+            Ten times as long for copies of weights, which everything waits for.
+        heat : callable, optional
         """
         kinds: dict[object, list[Task]] = {}
         for t in self.tasks(op):
             kinds.setdefault(t.work, []).append(t)
         found = []
         for tasks in kinds.values():
-            on_gpu = tasks[0].lane is Lane.GPU
+            lane, between, beside = tasks[0].lane, None, None
+            if lane is Lane.CPU:
+                between = _idle
+            elif lane is Lane.GPU and heat is not None:
+                between = heat
+            elif self.graph.phase == "decode" and lane is not Lane.BULK and op != "fetch_kv":
+                beside = self._weights
             spans = self.bench.spans(
-                tasks[0].lane,
+                lane,
                 self.work(tasks),
-                span_s=span_s,
-                between=heat if on_gpu else None,
+                span_s=10 * span_s if lane is Lane.BULK else span_s,
+                between=between,
+                beside=beside,
                 queued=True,
             )
             found.append(timed(tasks[0], spans, self._issue_s(tasks)))
         return found
+
+    @cached_property
+    def _weights(self) -> tuple[Lane, Work] | None:
+        """Copies of the largest weights that the graph copies, for its lane."""
+        copied = [t for op in ("copy_expert", "copy_dense") for t in self.tasks(op)]
+        return (Lane.BULK, self.work(copied[:1])) if copied else None
 
     def _issue_s(self, tasks: Sequence[Task]) -> float:
         """The median of what handing one of these over took in the run."""

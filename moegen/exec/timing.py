@@ -18,6 +18,7 @@ Work = Callable[[], Any]
 SPAN_S = 0.15  # what a measurement lasts, about
 MOST_RUNS = 200
 _MOST_QUEUED, _MOST_BETWEEN = 32, 16  # while a stream is held back; with other work between
+_MOST_HELD_S = 0.03
 
 
 class Bench:
@@ -84,8 +85,10 @@ class Bench:
             if between is not None:
                 n = max(4, min(n, _MOST_BETWEEN))
             elif queued and once < 2 * self._launch_s:
+                # Again, for what compiles or loads only once.
+                self._spans(lane, work, 2, each_with, between)
                 n = max(4, min(n, _MOST_QUEUED))
-                held_s = 2 * n * self._launch_s
+                held_s = min(_MOST_HELD_S, 2 * n * self._launch_s)
             spans = self._spans(lane, work, n, each_with, between, held_s)
         self._raise()
         return spans

@@ -178,11 +178,11 @@ def _post_attn(z: Sizes, t: TaskId) -> Work:
     return _matmul(z, n, layer.post, io, part.rows)
 
 
-@_op("route", Lane.GPU, "the k experts of each token, and the tokens in expert order")
+@_op("route", Lane.GPU, "the k experts of each token, b_e at a time, and all in expert order")
 def _route(z: Sizes, t: TaskId) -> Work:
     layer, n = z.layer(t), z.all.tokens
     io = n * (z.model.hidden + layer.n_experts)
-    return _matmul(z, n, layer.router, io, z.all.rows)
+    return _matmul(z, n, layer.router, io, z.all.rows, z.tiles(n))
 
 
 @_op("copy_counts", Lane.ACT, "tokens per expert go down; the host waits for them")
