@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.economics import tokens_per_joule, tokens_per_usd
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
     from moegen.exec.engine import Engine
+    from moegen.exec.table import profile
     from moegen.graph.build import build
     from moegen.graph.hardware import HardwareSpec
     from moegen.graph.memory import Ledger, memory
@@ -77,6 +78,7 @@ __all__ = [
     "memory",
     "plan",
     "plot",
+    "profile",
     "simulate",
     "steady",
     "sweep",
@@ -122,6 +124,7 @@ _HOME = {
     "delay_slopes": "moegen.sim.delays",
     "memory": "moegen.graph.memory",
     "plan": "moegen.sim.search",
+    "profile": "moegen.exec.table",
     "simulate": "moegen.sim.engine",
     "steady": "moegen.sim.steady",
     "sweep": "moegen.sim.sweep",

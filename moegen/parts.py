@@ -20,6 +20,7 @@ PARTS = {
     "lane CPU": Part("CPU attention", "the attention on the CPU"),
     "resource h2d": Part("link (weights and KV)", "the link to the GPU, weights and KV together"),
     "resource d2h": Part("link, from the GPU", "the link from the GPU"),
+    "resource zero_copy": Part("zero-copy kernels", "the kernels that copy over the link"),
     "resource host_memory": Part("host memory", "the bandwidth of host memory"),
     "resource gpu": Part("GPU", "the GPU"),
     "resource cpu": Part("CPU attention", "the CPU"),

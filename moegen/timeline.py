@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moegen.errors import InvalidInput, MoegenError
+from moegen.errors import InvalidInput
 from moegen.graph.files import read_json, write_json
-from moegen.graph.io import from_dict, read_task_id
 from moegen.graph.shape import Shape
 from moegen.graph.task import Edge, EdgeKind, Lane, Reason, Task, TaskGraph, TaskId, Work
 from moegen.units import format_seconds
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-FORMAT = "moegen.timeline/1"
+    from moegen.sim.recorded import Recorded
+
 Source = Literal["simulated", "measured"]
 #: What a source is called where the two are shown together.
 SOURCES = {"simulated": "predicted (simulated)", "measured": "measured"}
@@ -54,6 +54,9 @@ class Timeline:
         Where the durations come from. By default the source.
     meta : mapping, optional
         Whatever else is worth keeping, JSON-safe.
+    cost : CostModel, optional
+        What the tasks of a simulated run cost and how they shared the machine: `simulate` gives
+        it, and it is saved with the timeline. None for measured ones.
 
     Raises
     ------
@@ -74,6 +77,7 @@ class Timeline:
         tokens_actual: Any = None,
         provenance: str | Sequence[str] | None = None,
         meta: Mapping[str, Any] | None = None,
+        cost: Recorded | None = None,
     ) -> None:
         if source not in ("simulated", "measured"):
             raise InvalidInput(f'source must be "simulated" or "measured", got {source!r}')
@@ -81,6 +85,7 @@ class Timeline:
         self.ids = tuple(TaskId(*i) for i in ids)
         self.source: Source = source
         self.meta = dict(meta or {})
+        self.cost = cost
         n = len(self.ids)
         if len(set(self.ids)) != n:
             raise InvalidInput("a task appears twice in the timeline")
@@ -114,6 +119,7 @@ class Timeline:
         *,
         provenance: Sequence[str],
         meta: Mapping[str, Any],
+        cost: Recorded | None = None,
     ) -> Timeline:
         """Simulated times of every task of ``graph``, in program order, step after step.
 
@@ -121,6 +127,7 @@ class Timeline:
         """
         timeline = object.__new__(cls)
         timeline.graph, timeline.source, timeline.meta = graph, "simulated", dict(meta)
+        timeline.cost = cost
         timeline.start_s, timeline.end_s = np.array(start_s), np.array(end_s)
         timeline.tokens_actual = np.full(len(timeline.start_s), np.nan)
         timeline.provenance = tuple(provenance)
@@ -425,18 +432,9 @@ class Timeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the graph included."""
-        return {
-            "format": FORMAT,
-            "source": self.source,
-            "meta": self.meta,
-            "graph": self.graph.to_dict(),
-            "ids": [list(i) for i in self.ids],
-            "start_s": self.start_s.tolist(),
-            "end_s": self.end_s.tolist(),
-            "ready_s": self.ready_s.tolist(),
-            "tokens_actual": [None if np.isnan(x) else float(x) for x in self.tokens_actual],
-            "provenance": list(self.provenance),
-        }
+        from moegen.timeline_file import to_dict
+
+        return to_dict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
@@ -447,29 +445,9 @@ class Timeline:
         InvalidInput
             If the data are not a timeline, or are damaged.
         """
-        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise InvalidInput(f"not a timeline: its format is not {FORMAT!r}")
-        try:
-            timeline = cls(
-                from_dict(data["graph"]),
-                [read_task_id(i) for i in data["ids"]],
-                data["start_s"],
-                data["end_s"],
-                data["ready_s"],
-                source=data["source"],
-                tokens_actual=[np.nan if x is None else x for x in data["tokens_actual"]],
-                provenance=data["provenance"],
-                meta=data["meta"],
-            )
-            if timeline.shapes and len(timeline.shapes) != len(timeline.steps):
-                raise InvalidInput(
-                    f"it has {len(timeline.shapes)} shapes for {len(timeline.steps)} steps"
-                )
-        except MoegenError as e:
-            raise InvalidInput(f"the timeline is damaged: {e}") from e
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise InvalidInput(f"the timeline is damaged: {type(e).__name__}: {e}") from e
-        return timeline
+        from moegen.timeline_file import from_dict
+
+        return from_dict(data)
 
     def save(self, path: str | Path) -> None:
         """Write the timeline as JSON; :meth:`load` gives back an equal one.

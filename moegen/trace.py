@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from moegen.graph.task import EdgeKind
 from moegen.timeline import SOURCES, Timeline
 
 
-def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
+def write_perfetto(
+    path: str | Path,
+    *timelines: Timeline,
+    names: Sequence[str] | None = None,
+    align_s: Sequence[float] | None = None,
+    args: Sequence[Mapping[int, Mapping[str, Any]]] | None = None,
+) -> None:
     """Write timelines to ``path``, one under the other: a process each, a thread a lane.
 
     An arrow stands for a DATA edge between lanes. Times are whole nanoseconds after the start
@@ -24,6 +31,12 @@ def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
     path : str or Path
     *timelines : Timeline
         From top to bottom, all beginning at 0: a predicted one and a measured one for example.
+    names : sequence of str, optional
+        What each is called; by default its source, model and phase.
+    align_s : sequence of float, optional
+        Of each one the moment, in its own seconds, that is to lie above those of the others.
+    args : sequence of mapping, optional
+        Of each one what else its slices say, by the task's place in the timeline.
 
     Raises
     ------
@@ -39,9 +52,18 @@ def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
         raise InvalidInput("a trace needs a timeline, and none was given")
     events: list[dict[str, Any]] = []
     others = []
+    late_ns = _late_ns(timelines, align_s)
     first_tid = first_flow = 1
     for pid, timeline in enumerate(timelines, start=1):
-        process = _Process(timeline, pid, first_tid)
+        at = pid - 1
+        process = _Process(
+            timeline,
+            pid,
+            first_tid,
+            name=f"{SOURCES[timeline.source]}: {timeline.name}" if names is None else names[at],
+            late_ns=late_ns[at],
+            args={} if args is None else args[at],
+        )
         slices, flows = process.slices(), process.flows(first_flow)
         events += [*process.names(), *slices, *flows]
         others.append({"source": timeline.source, **timeline.meta})
@@ -56,15 +78,24 @@ def write_perfetto(path: str | Path, *timelines: Timeline) -> None:
 class _Process:
     """The events of one timeline."""
 
-    def __init__(self, timeline: Timeline, pid: int, first_tid: int) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        pid: int,
+        first_tid: int,
+        *,
+        name: str,
+        late_ns: int,
+        args: Mapping[int, Mapping[str, Any]],
+    ) -> None:
         self.timeline, self.pid, self.first_tid = timeline, pid, first_tid
+        self.name, self.late_ns, self.args = name, late_ns, args
         self.spans, self.tids = _spans_ns(timeline, first_tid)
 
     def names(self) -> list[dict[str, Any]]:
         timeline = self.timeline
-        title = f"{SOURCES[timeline.source]}: {timeline.name}"
         events = [
-            self._meta("process_name", 0, name=title),
+            self._meta("process_name", 0, name=self.name),
             self._meta("process_sort_index", 0, sort_index=self.pid),
         ]
         for tid, lane in enumerate(timeline.by_lane, start=self.first_tid):
@@ -87,9 +118,9 @@ class _Process:
                     "cat": timeline.ids[i].op,
                     "pid": self.pid,
                     "tid": tids[i],
-                    "ts": begin / 1000,
+                    "ts": (begin + self.late_ns) / 1000,
                     "dur": (end - begin) / 1000,
-                    "args": _args(timeline, i),
+                    "args": {**_args(timeline, i), **self.args.get(i, {})},
                 }
             )
         return events
@@ -112,10 +143,20 @@ class _Process:
                 # An arrow leaves from inside its slice, or the viewer finds no slice to tie it to.
                 leaves = max(spans[j][0], min(spans[j][1] - 1, spans[i][0]))
                 arrives = max(spans[i][0], leaves)
-                start = {"ph": "s", "tid": tids[j], "ts": leaves / 1000, **common}
-                finish = {"ph": "f", "bp": "e", "tid": tids[i], "ts": arrives / 1000, **common}
+                leaves_us, arrives_us = ((t + self.late_ns) / 1000 for t in (leaves, arrives))
+                start = {"ph": "s", "tid": tids[j], "ts": leaves_us, **common}
+                finish = {"ph": "f", "bp": "e", "tid": tids[i], "ts": arrives_us, **common}
                 events += [start, finish]
         return events
+
+
+def _late_ns(timelines: Sequence[Timeline], align_s: Sequence[float] | None) -> list[int]:
+    """How much later than 0 each timeline begins, whole nanoseconds; the earliest at 0."""
+    if align_s is None:
+        return [0] * len(timelines)
+    begin_s = [float(t.start_s.min()) if len(t) else 0.0 for t in timelines]
+    after_s = [at - begin for at, begin in zip(align_s, begin_s, strict=True)]
+    return [round((max(after_s) - s) * 1e9) for s in after_s]
 
 
 def _spans_ns(timeline: Timeline, first_tid: int) -> tuple[list[tuple[int, int]], list[int]]:

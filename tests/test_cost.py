@@ -83,19 +83,19 @@ def test_every_demand_has_a_capacity_and_the_link_gives_less_both_ways(hw):
     cost = CostModel.roofline(hw)
     assert tuple(cost.capacities()) == RESOURCES
     assert (cost.capacities()["h2d"], cost.capacities()["d2h"]) == (10.0, 8.0)
-    both = cost.capacities({"h2d", "d2h"})
+    both = cost.capacities({"h2d": (1.0,), "d2h": (1.0,)})
     assert (both["h2d"], both["d2h"]) == (6.0, 6.0)
     unlimited = CostModel.roofline(hw.with_(duplex_bytes_per_s=None))
-    assert unlimited.capacities({"h2d", "d2h"})["h2d"] == 10.0
+    assert unlimited.capacities({"h2d": (1.0,), "d2h": (1.0,)})["h2d"] == 10.0
 
 
 def test_each_direction_may_have_its_own_limit_while_both_are_in_use(hw):
     cost = CostModel.roofline(hw.with_(duplex_d2h_bytes_per_s=3.0))
     assert (cost.capacities()["h2d"], cost.capacities()["d2h"]) == (10.0, 8.0)
-    both = cost.capacities({"h2d", "d2h"})
+    both = cost.capacities({"h2d": (1.0,), "d2h": (1.0,)})
     assert (both["h2d"], both["d2h"]) == (6.0, 3.0)
     down = CostModel.roofline(hw.with_(duplex_bytes_per_s=None, duplex_d2h_bytes_per_s=3.0))
-    both = down.capacities({"h2d", "d2h"})
+    both = down.capacities({"h2d": (1.0,), "d2h": (1.0,)})
     assert (both["h2d"], both["d2h"]) == (10.0, 3.0)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import moegen as mg
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph import profile_table
+from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
@@ -42,7 +43,10 @@ HW = HardwareSpec.from_name("h200").with_(
 )
 COPY = Curve(("copy_dense", "copy_expert"), {"h2d_bytes": (10, 30, 100)}, (4, 5, 12), "made up")
 EXPERT = Curve(
-    ("expert",), {"tokens": (4, 8), "flops_per_token": (10, 20)}, ((1, 2), (1, 3)), "made up"
+    ("expert",),
+    {"tokens": (4, 8), "flops_per_token": (10, 20), "launches": (1, 4)},
+    (((1, 3), (2, 6)), ((1, 4), (3, 6))),
+    "made up",
 )
 ATTEND = Curve(
     ("attn_cpu",),
@@ -52,9 +56,16 @@ ATTEND = Curve(
 )
 
 
-def table(*curves: Curve, hw: HardwareSpec = HW, peaks=None) -> ProfileTable:
+COMPANY = (
+    Company("h2d", "host_memory", 0.85, "made up"),
+    Company("host_memory", "h2d", 0.9, "made up"),
+)
+
+
+def table(*curves: Curve, hw: HardwareSpec = HW, peaks=None, company=()) -> ProfileTable:
     curves = curves or (COPY, EXPERT, ATTEND)
-    return ProfileTable(hw, "2026-11-30", {"torch": "2.11.0"}, "bfloat16", curves, peaks or {})
+    versions = {"torch": "2.11.0"}
+    return ProfileTable(hw, "2026-11-30", versions, "bfloat16", curves, peaks or {}, company)
 
 
 def copied(nbytes: float, launches: int = 1):
@@ -88,7 +99,9 @@ def test_a_measured_point_takes_what_was_measured():
         assert asked(copied(nbytes)) == (seconds, "measured")
     for i, tokens in enumerate((4, 8)):
         for j, width in enumerate((10, 20)):
-            assert asked(product(tokens, width)) == (EXPERT.seconds[i][j], "measured")
+            for k, n in enumerate((1, 4)):
+                t = product(n * tokens, width, launches=n)
+                assert asked(t) == (EXPERT.seconds[i][j][k], "measured")
     assert asked(attended(10, 4)) == (3, "measured")
 
 
@@ -102,7 +115,15 @@ def test_between_points_it_is_linear_along_each_feature():
 
 def test_several_kernels_take_as_often_what_one_takes():
     assert asked(copied(60, launches=2)) == (10, "measured")
-    assert asked(product(12, 10, launches=3)) == (3, "measured")
+    # Beyond the experts of a task that were measured too.
+    assert asked(product(32, 10, launches=8)) == (pytest.approx(6), "extrapolated")
+
+
+def test_experts_of_one_task_take_what_was_measured_of_so_many():
+    assert asked(product(8, 10, launches=2)) == (pytest.approx(1 + 2 / 3), "interpolated")
+    assert asked(product(12, 15, launches=2)) == (
+        pytest.approx(((1 + 2 / 3 + 2 + 4 / 3) + (1 + 1 + 3 + 1)) / 4), "interpolated",
+    )  # fmt: skip
 
 
 @given(st.floats(10, 100), st.floats(10, 100))
@@ -123,12 +144,14 @@ RISING = st.lists(st.floats(0, 10), min_size=12, max_size=12)
 @given(RISING, st.floats(1, 9), st.floats(1, 9), st.floats(2, 5), st.floats(2, 5))
 def test_any_grid_is_monotone_and_exact(steps, a, b, c, d):
     axes = {"tokens": (1.0, 2.0, 5.0, 9.0), "flops_per_token": (2.0, 3.0, 5.0)}
+    axes_all = axes | {"launches": (1.0,)}
     grid = [[0.0] * 3 for _ in range(4)]
     for i in range(4):
         for j in range(3):
             below = max(grid[i - 1][j] if i else 0.0, grid[i][j - 1] if j else 0.0)
             grid[i][j] = below + steps[3 * i + j] + 1e-3
-    curve = Curve(("expert",), axes, tuple(map(tuple, grid)), "made up")
+    each = tuple(tuple((seconds,) for seconds in row) for row in grid)
+    curve = Curve(("expert",), axes_all, each, "made up")
     cost = Measured(table(curve, hw=HW.with_(gpu_flops=1e9)))
     for i, tokens in enumerate(axes["tokens"]):
         for j, width in enumerate(axes["flops_per_token"]):
@@ -180,7 +203,8 @@ def test_an_op_that_was_not_measured_takes_the_roofline():
 
 def test_demands_and_capacities_are_the_machines():
     roofline = CostModel.roofline(HW)
-    assert COST.capacities(("h2d", "d2h")) == roofline.capacities(("h2d", "d2h"))
+    both = {"h2d": (1.0,), "d2h": (1.0,)}
+    assert COST.capacities(both) == roofline.capacities(both)
     assert COST.estimate(copied(30)).demands == roofline.estimate(copied(30)).demands
     assert COST.estimate(product(4, 10)).demands == {"gpu": 1.0}
     # 20 bytes a second were measured of a link that is said to give 10: it cannot ask for more.
@@ -207,7 +231,9 @@ def test_host_code_is_not_the_machines():
 
 
 def test_work_without_what_was_measured_is_an_error():
-    with pytest.raises(GraphError, match="expert was measured by tokens, flops_per_token"):
+    with pytest.raises(
+        GraphError, match="expert was measured by tokens, flops_per_token, launches"
+    ):
         COST.seconds(task("expert", "GPU", Work(flops=5)))
 
 
@@ -220,12 +246,101 @@ def test_domain_tells_what_was_measured():
         ("copy_expert", "h2d_bytes"): (10, 100, 3),
         ("expert", "tokens"): (4, 8, 2),
         ("expert", "flops_per_token"): (10, 20, 2),
+        ("expert", "launches"): (1, 4, 2),
         ("attn_cpu", "rows"): (10, 10, 1),
         ("attn_cpu", "bytes_per_row"): (4, 8, 2),
         ("attn_cpu", "flops_per_byte"): (2, 2, 1),
     }
     none = CostModel.roofline(HW).domain()
     assert list(none.columns) == list(frame.columns) and none.empty
+
+
+# -- several curves of one op ------------------------------------------------------------
+
+
+def narrow(ops=("post_attn",), width=10, seconds=1.0, phase=None, spread=None) -> Curve:
+    axes = {"tokens": (4, 8), "flops_per_token": (width,)}
+    spread = spread and tuple((s,) for s in spread)
+    return Curve(ops, axes, ((seconds,), (2 * seconds,)), "made up", phase, spread)
+
+
+def projected(tokens: float, width: float, phase="decode", op="post_attn"):
+    t = product(tokens, width)
+    return dataclasses.replace(t, id=t.id._replace(op=op, phase=phase))
+
+
+def test_a_task_takes_the_curve_of_its_own_width():
+    cost = Measured(table(narrow(width=10, seconds=1), narrow(width=40, seconds=3)))
+    assert asked(projected(4, 10), cost) == (1, "measured")
+    assert asked(projected(6, 40), cost) == (4.5, "interpolated")
+    # Width 19 is nearer to 10 than to 40, in times, and 21 is not; as the rates go from there.
+    roofline = CostModel.roofline(HW).seconds
+    for width, nearest, seconds in ((19, 10, 1), (21, 40, 3)):
+        ratio = roofline(projected(4, width)) / roofline(projected(4, nearest))
+        assert asked(projected(4, width), cost) == (
+            pytest.approx(seconds * ratio), "extrapolated",
+        )  # fmt: skip
+    # Tokens count as well as width: 4 times beyond the one, twice beyond the other.
+    far = Curve(
+        ("post_attn",), {"tokens": (32, 64), "flops_per_token": (20,)}, ((7,), (9,)), "made up"
+    )
+    assert asked(projected(32, 10), Measured(table(narrow(), far)))[0] == pytest.approx(
+        7 * roofline(projected(32, 10)) / roofline(projected(32, 20))
+    )
+
+
+def test_of_curves_as_near_the_first_is_taken():
+    first, wide = (
+        narrow(seconds=1),
+        Curve(
+            ("post_attn",), {"tokens": (2, 8), "flops_per_token": (10,)}, ((5,), (5,)), "made up"
+        ),
+    )
+    assert asked(projected(4, 10), Measured(table(first, wide)))[0] == 1
+    assert asked(projected(4, 10), Measured(table(wide, first)))[0] == 5
+    assert asked(projected(2, 10), Measured(table(first, wide)))[0] == 5
+
+
+def test_a_width_off_by_rounding_is_the_width():
+    assert asked(projected(4, 10 * (1 + 1e-12)), Measured(table(narrow()))) == (1, "measured")
+
+
+def test_a_task_takes_curves_of_its_phase():
+    both, decode = narrow(seconds=1), narrow(seconds=2, phase="decode", width=20)
+    cost = Measured(table(both, decode))
+    # The curve of its phase comes first, however near the other one is.
+    assert asked(projected(4, 20), cost) == (2, "measured")
+    assert asked(projected(4, 10), cost)[1] == "extrapolated"
+    assert asked(projected(4, 10, "prefill"), cost) == (1, "measured")
+    assert asked(projected(4, 20, "prefill"), cost)[1] == "extrapolated"
+    alone = Measured(table(decode))
+    t = projected(4, 20, "prefill")
+    assert alone.estimate(t) == CostModel.roofline(HW).estimate(t)
+
+
+def test_phases_of_one_graph_are_not_mixed():
+    cost = Measured(table(narrow(phase="prefill"), narrow(phase="decode", seconds=3)))
+    tasks = (projected(4, 10, "prefill"), projected(4, 10, "decode"))
+    assert mg.simulate(mg.TaskGraph(tasks, ()), cost).makespan_s == 4
+
+
+def test_curves_that_no_task_tells_apart_are_refused():
+    table(narrow(), narrow(phase="decode"), narrow(width=20), narrow(("pre_attn",)))
+    with pytest.raises(InvalidInput, match="two curves are of post_attn at the same points"):
+        table(narrow(), narrow(seconds=3))
+    with pytest.raises(InvalidInput, match="two curves are of post_attn in decode at the same"):
+        table(narrow(("pre_attn", "post_attn"), phase="decode"), narrow(phase="decode"))
+
+
+def test_spread_is_read_as_seconds_are_and_changes_none():
+    cost = Measured(table(narrow(spread=(0.3, 0.1)), narrow(width=20, spread=(0.0, 0.2))))
+    assert cost.seconds(projected(6, 10)) == 1.5
+    spread = {t: cost.spread(projected(t, 10)) for t in (1, 4, 6, 8, 90)}
+    assert spread == pytest.approx({1: 0.3, 4: 0.3, 6: 0.2, 8: 0.1, 90: 0.1})
+    assert cost.spread(projected(6, 20)) == pytest.approx(0.1)
+    assert COST.spread(product(4, 10)) == cost.spread(copied(30)) == 0
+    assert CostModel.roofline(HW).spread(copied(30)) == 0
+    assert cost.spread(task("post_attn", "GPU", NO_WORK)) == 0
 
 
 # -- features ----------------------------------------------------------------------------
@@ -263,7 +378,7 @@ def test_a_feature_grows_alone(op):
 @pytest.fixture
 def path(tmp_path):
     file = tmp_path / "here.json"
-    table().save(file)
+    table(company=COMPANY).save(file)
     return file
 
 
@@ -276,8 +391,8 @@ def changed(path, change) -> Path:
 
 def test_a_file_gives_back_what_was_saved(path):
     again = ProfileTable.load(path)
-    assert again == table() and again.machine.source == HW.source
-    assert again.curves[1].seconds == ((1, 2), (1, 3))
+    assert again == table(company=COMPANY) and again.machine.source == HW.source
+    assert again.curves[1] == EXPERT and again.company == COMPANY
     assert again.to_json() == path.read_text()
     odd = table(Curve(("embed",), {"gpu_bytes": (0.1, 1 / 3)}, (math.pi, 2e22 / 3), "made up"))
     odd.save(path)
@@ -290,7 +405,7 @@ def test_the_file_can_be_read_by_a_person(path):
     lines = path.read_text().splitlines()
     assert max(map(len, lines)) < 250
     assert '   "axes": {"h2d_bytes": [10.0, 30.0, 100.0]},' in lines
-    assert '   "seconds": [[1.0, 2.0], [1.0, 3.0]]},' in lines
+    assert '   "seconds": [[[1.0, 3.0], [2.0, 6.0]], [[1.0, 4.0], [3.0, 6.0]]],' in lines
 
 
 def test_a_file_cut_short_is_refused(path):
@@ -352,13 +467,35 @@ def test_a_file_cut_short_is_refused(path):
             "copy_dense at h2d_bytes=30: 3 s, less than the 4 s at a smaller h2d_bytes",
         ),
         (
-            lambda d: d["curves"][1].update(seconds=[[1, 2], [1, 0.5]]),
-            "expert at tokens=8, flops_per_token=20: 0.5 s, less than the 2 s at a smaller tokens",
+            lambda d: d["curves"][1].update(seconds=[[[1, 3], [2, 6]], [[1, 4], [0.5, 6]]]),
+            "expert at tokens=8, flops_per_token=20, launches=1: 0.5 s, less than the 2 s at a "
+            "smaller tokens",
         ),
         (
-            lambda d: d["curves"][1].update(seconds=[[1, 2], [3, 2.5]]),
-            "flops_per_token=20: 2.5 s, less than the 3 s at a smaller flops_per_token",
+            lambda d: d["curves"][1].update(seconds=[[[1, 3], [2, 6]], [[3, 4], [2.5, 6]]]),
+            "launches=1: 2.5 s, less than the 3 s at a smaller flops_per_token",
         ),
+        (
+            lambda d: d["curves"][1].update(seconds=[[[1, 3], [2, 6]], [[1, 4], [3, 2]]]),
+            "launches=4: 2 s, less than the 6 s at a smaller tokens",
+        ),
+        (lambda d: d["curves"][0].update(phase="both"), "copy_dense: phase must be one of prefill"),
+        (lambda d: d["curves"][0].update(spread=[0.1, 0]), "copy_dense: spread must have 3 ent"),
+        (lambda d: d["curves"][0].update(spread=[0, -0.1, 0]), r"spread\[1\] must be a finite"),
+        (lambda d: d["curves"][0].update(spread=[0, math.inf, 0]), r"spread\[1\] must be a fini"),
+        (lambda d: d.pop("company"), "the file lacks the key company"),
+        (lambda d: d.update(company={}), "company must be a list"),
+        (lambda d: d["company"].append([]), "company 2 must hold keys"),
+        (lambda d: d["company"][0].pop("share"), "company 0 lacks the key share"),
+        (lambda d: d["company"][0].update(rate=1), "company 0 has the unknown key rate"),
+        (lambda d: d["company"][0].update(share=0), "share of h2d beside host_memory must be a fi"),
+        (lambda d: d["company"][0].update(share=1.1), "memory must be at most 1, got 1.1"),
+        (lambda d: d["company"][0].update(share=math.nan), "the share of h2d beside host_memory"),
+        (lambda d: d["company"][0].update(source=""), "h2d beside host_memory must say how"),
+        (lambda d: d["company"][0].update(resource="link"), "resource must be one of gpu, h2d"),
+        (lambda d: d["company"][0].update(beside=None), "beside must be one of gpu, h2d"),
+        (lambda d: d["company"][0].update(beside="h2d"), "h2d cannot be beside itself"),
+        (lambda d: d["company"].append(d["company"][1]), "host_memory beside h2d is there twice"),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(path, change, says):
@@ -396,7 +533,12 @@ def test_a_damaged_file_is_refused_by_name(path, change, says):
             "attn_cpu at rows=10, bytes_per_row=8, flops_per_byte=2",
         ),
         (
-            Curve(("expert",), {"tokens": (50,), "flops_per_token": (50,)}, ((2,),), "made up"),
+            Curve(
+                ("expert",),
+                {"tokens": (5,), "flops_per_token": (50,), "launches": (10,)},
+                (((2,),),),
+                "made up",
+            ),
             {},
             "would be 1.25e-06 GFLOP/s, above the peak of 1e-06 GFLOP/s",
         ),

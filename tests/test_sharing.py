@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 from handmade import edge, task, times
 
 from moegen.graph.task import Task, TaskGraph
+from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
 from moegen.sim.sharing import fair_speeds, fair_speeds_of_many
@@ -120,8 +121,8 @@ class TwoWay(CostModel):
         seconds, demands = self.tasks[task.id.op]
         return Cost(seconds, "given", demands)
 
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
-        return {"h2d": 8.0, "d2h": 5.0} if {"h2d", "d2h"} <= set(in_use) else dict(h2d=10, d2h=10)
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
+        return {"h2d": 8.0, "d2h": 5.0} if {"h2d", "d2h"} <= in_use.keys() else dict(h2d=10, d2h=10)
 
 
 def test_each_direction_has_its_own_limit_while_both_are_in_use():

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import moegen as mg
-from moegen.cli import bench, demo, run, sweep, whatif
+from moegen.cli import bench, compare, demo, profile, run, sweep, whatif
 from moegen.cli.interrupt import interruptible
 
 app = typer.Typer(
@@ -61,6 +61,8 @@ _add(whatif.plan, _PLAN)
 _add(whatif.memory, _PLAN)
 _add(whatif.simulate, _PLAN)
 _add(sweep.sweep, _PLAN)
+_add(compare.compare, _PLAN)
 _add(demo.demo, _RUN)
 _add(run.run, _RUN)
 _add(bench.bench, _RUN)
+_add(profile.profile, _RUN)

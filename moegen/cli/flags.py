@@ -34,16 +34,12 @@ HERE = "here"
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Catalogue name, folder, config.json or Hub id.")
 ]
-Hw = Annotated[
-    str,
-    typer.Option(
-        "--hw",
-        metavar="NAME|FILE",
-        help=f"Machine: {', '.join(hardware.catalogue())}; or its parts, such as "
-        f"rtx-4090+epyc-9354+384GB; or a YAML file of yours; or {HERE} for "
-        "this one: what it says of itself, and rates assumed from that.",
-    ),
-]
+HW_HELP = (
+    f"Machine: {', '.join(hardware.catalogue())}; or its parts, such as "
+    f"rtx-4090+epyc-9354+384GB; or a YAML file of yours; or {HERE} for "
+    "this one: what it says of itself, and rates assumed from that."
+)
+Hw = Annotated[str, typer.Option("--hw", metavar="NAME|FILE", help=HW_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 Device = Annotated[
     DeviceName | None, typer.Option("--device", help="cuda if there is one, unless given.")

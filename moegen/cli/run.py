@@ -58,8 +58,9 @@ def run(
             "--timeline",
             metavar="FILE",
             help="Save when each task of decoding began and ended, for the last steps (8 at most) "
-            "until the batch was first laid out anew. In Python moegen.Timeline.load(FILE) reads "
-            "it: see its .plot(steps=0) and .to_perfetto(TRACE).",
+            "until the batch was first laid out anew. moegen compare holds them to a prediction; "
+            "in Python moegen.Timeline.load(FILE) reads it: see its .plot(steps=0) and "
+            ".to_perfetto(TRACE).",
         ),
     ] = None,
     gpu_memory: GpuMemory = None,

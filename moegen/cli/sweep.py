@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +15,7 @@ import moegen as mg
 from moegen.cli.console import Bar, print_json, warn
 from moegen.cli.flags import HERE, Json, machine, naming, require_writable
 from moegen.cli.groups import WorkloadFlags, grouped
+from moegen.cli.machine import Profile, measured
 from moegen.errors import Infeasible, InvalidInput
 from moegen.parts import PARTS
 from moegen.units import format_bytes, format_seconds, parse_bytes
@@ -112,13 +113,14 @@ def sweep(
     axes: Axes,
     work: WorkloadFlags,
     hw: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--hw",
             metavar="NAME|FILE",
             help="Machine, as for moegen plan, or several: c1,c2. This one unless given.",
         ),
-    ] = HERE,
+    ] = None,
+    profile: Profile = None,
     jobs: Annotated[
         int,
         typer.Option("--jobs", metavar="N", help="Processes that plan; -1 for one a core."),
@@ -152,15 +154,17 @@ def sweep(
         moegen sweep mixtral-8x7b --hw c2 --B 512,1024,2048 --omega 0,.6 --plot B.png
         moegen sweep deepseek-v2 --hw c1,c2 --host-memory 512GB:2TB:512GB -o memory.csv
         moegen sweep mixtral-8x7b --hw c2 --vary cpu_attn_bytes_per_s=22GB/s,44GB/s
+        moegen sweep mixtral-8x7b --profile h200 --n 1000 --omega 0:1:.1
     """
     require_writable("--output", output)
     require_writable("--plot", plot)
     if plot is not None and plot.suffix.lower() not in _PICTURES:
         raise InvalidInput(f"--plot {plot}: its name must end in one of {', '.join(_PICTURES)}")
-    models, machines = _models(model), _machines(hw)
+    models = _models(model)
     rows, notes = work.read(model, models[0])
     warn(notes)
     given: dict[str, Any] = axes.given()
+    machines, cost = _machines(hw, profile, given)
     if len(models) > 1:
         given["model"] = models
     if len(machines) > 1:
@@ -174,6 +178,7 @@ def sweep(
             models[0],
             machines[0],
             rows,
+            cost,
             n_jobs=jobs,
             progress=lambda done, total: bar.update(done, total, f"{done}/{total} points"),
             **given,
@@ -196,9 +201,25 @@ def _models(text: str) -> list[mg.ModelSpec]:
     return [mg.ModelSpec.from_pretrained(name) for name in names]
 
 
-def _machines(text: str) -> list[mg.HardwareSpec]:
+def _machines(
+    hw: str | None, profile: str | None, swept: Iterable[str]
+) -> tuple[list[mg.HardwareSpec], mg.CostModel | None]:
+    """The machines, and what tasks take on the one that was measured."""
+    text = hw or HERE
     names = [text] if Path(text).exists() else text.split(",")
-    return [machine(name) for name in names]
+    if profile is None:
+        return [machine(name) for name in names], None
+    if len(names) > 1:
+        raise InvalidInput(f"--profile is of one machine: --hw {text} names {len(names)}")
+    found, cost = measured(profile, None if hw is None else machine(text))
+    rates = [name for name in swept if name in found.rates]
+    if rates:
+        flag = _FLAGS.get(rates[0], f"--vary {rates[0]}")
+        raise InvalidInput(
+            f"--profile {profile}: what was measured does not know another {rates[0]}: leave "
+            f"{flag} out, or give --hw without --profile"
+        )
+    return [found], cost
 
 
 def _values(flag: str, name: str, text: str) -> list[Any]:

@@ -12,6 +12,7 @@ from moegen.cli import words
 from moegen.cli.console import print_json, warn
 from moegen.cli.flags import HERE, Hw, Json, Model, machine, require_writable
 from moegen.cli.groups import StrategyFlags, WorkloadFlags, grouped
+from moegen.cli.machine import MachineFlags
 from moegen.errors import InvalidInput
 from moegen.units import format_seconds
 
@@ -103,7 +104,7 @@ def plan(
     model: Model,
     flags: StrategyFlags,
     work: WorkloadFlags,
-    hw: Hw = HERE,
+    on: MachineFlags,
     as_json: Json = False,
 ) -> None:
     """Search the best strategy for a job, and predict its memory, speed and time.
@@ -122,12 +123,13 @@ def plan(
         moegen plan mixtral-8x7b --hw c2
         moegen plan deepseek-v2 --hw c2 --n 1000 --prompt-len 256 --gen-len 64
         moegen plan path/to/checkpoint --workload prompts.jsonl --omega 0.5
+        moegen plan mixtral-8x7b --profile h200 --n 1000
     """
-    spec, machine_ = mg.ModelSpec.from_pretrained(model), machine(hw)
+    spec, (machine_, cost) = mg.ModelSpec.from_pretrained(model), on.read()
     rows, notes = work.read(model, spec)
     flags, more = flags.within(rows.n)
     warn(notes + more)
-    found = mg.plan(spec, machine_, rows, headroom=hw == HERE, **flags.given())
+    found = mg.plan(spec, machine_, rows, cost, headroom=on.here, **flags.given())
     ledgers = {
         "prefill": mg.memory(
             spec, machine_, found.prefill, rows, phase="prefill", batch=found.decode.B
@@ -148,7 +150,7 @@ def plan(
             }
         )
     else:
-        print("\n".join(words.plan_in_words(spec, machine_, rows, found, ledgers)))
+        print("\n".join(words.plan_in_words(spec, machine_, rows, found, ledgers, cost)))
 
 
 @grouped
@@ -156,7 +158,7 @@ def simulate(
     model: Model,
     flags: StrategyFlags,
     work: WorkloadFlags,
-    hw: Hw = HERE,
+    on: MachineFlags,
     steps: Annotated[
         int, typer.Option("--steps", min=1, metavar="N", help="How many decode steps to simulate.")
     ] = 4,
@@ -166,6 +168,14 @@ def simulate(
             "--trace",
             metavar="FILE",
             help="Write a trace here, to open in https://ui.perfetto.dev.",
+        ),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            metavar="FILE",
+            help="Save when each task begins and ends: see moegen compare --help.",
         ),
     ] = None,
     as_json: Json = False,
@@ -181,34 +191,41 @@ def simulate(
 
         moegen simulate mixtral-8x7b --hw c2 --B 3640 --b-a 256 --omega 0.6
         moegen simulate mixtral-8x7b --hw c2 --B 512 --b-a 64 --trace trace.json
+        moegen simulate mixtral-8x7b --profile h200 --B 512 --b-a 64
     """
+    from moegen.plot.labels import provenance_caption
     from moegen.sim.bounds import bound
 
     require_writable("--trace", trace)
+    require_writable("--timeline", timeline)
     spec, s, rows = _point(flags, work, model)
-    hardware = machine(hw)
+    hardware, cost = on.read()
     mg.memory(spec, hardware, s, rows).require()
     kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)
-    cost = mg.CostModel.roofline(hardware)
-    timeline, limit = mg.simulate(graph, cost, steps=steps), bound(graph, cost)
+    run, limit = mg.simulate(graph, cost, steps=steps), bound(graph, cost)
     result = {
-        "period_s": timeline.period_s,
+        "period_s": run.period_s,
         "bound_s": limit.seconds,
         "binds": limit.binds,
-        "decode_tokens_per_s": s.B / timeline.period_s,
+        "decode_tokens_per_s": s.B / run.period_s,
+        "provenance": run.provenance_shares(),
     }
     if as_json:
         print_json(result)
     else:
-        print(timeline)
+        print(run)
         print(
-            f"A decode step takes {format_seconds(timeline.period_s)} (no schedule is below "
+            f"A decode step takes {format_seconds(run.period_s)} (no schedule is below "
             f"{format_seconds(limit.seconds)}, for {words.part(limit.binds)}): "
-            f"{s.B / timeline.period_s:.1f} tokens/s"
+            f"{s.B / run.period_s:.1f} tokens/s"
         )
+        if on.profile is not None:
+            print(f"Durations: {provenance_caption(result['provenance'])}")
     if trace is not None:
-        timeline.to_perfetto(trace)
+        run.to_perfetto(trace)
+    if timeline is not None:
+        run.save(timeline)
 
 
 def _point(

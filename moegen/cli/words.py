@@ -174,8 +174,11 @@ def plan_in_words(
     work: mg.Workload,
     plan: mg.Plan,
     ledgers: Mapping[str, mg.Ledger],
+    cost: mg.CostModel,
 ) -> Iterator[str]:
     """A plan that was searched, what is predicted of it, and what else was looked at."""
+    from moegen.sim.measured import Measured
+
     assert plan.binds is not None and plan.bound_share is not None and plan.time_s is not None
     d, p = plan.decode, plan.prefill
     yield f"{model.name} on {hw.name}: {work.name}, {counted(work.n, 'row')}"
@@ -199,6 +202,9 @@ def plan_in_words(
     yield from _item("Search", "; ".join([looked, *map(str, plan.rejected)]))
     for note in plan.notes:
         yield from _item("Note", note)
+    if isinstance(cost, Measured):
+        measured = f"measured {cost.table.date} on {cost.hw.name}; what it lacks rests on rates"
+        yield from _item("Profile", measured)
     yield from _item("Rates", origin_of_rates(hw))
     yield f"{'Flags':<9}{strategy_in_flags(d)}"
 

@@ -87,12 +87,25 @@ class Record:
     """When a task ran: events until resolved, seconds after.
 
     ``held`` is where its delay began, which ends where the task starts; None if it had none.
+    ``issue`` is when the issuing thread turned to it, and was through with it, by the host's
+    clock.
     """
 
     task: Task
     start: Event | None
     end: Event
+    issue: tuple[float, float]
     held: Event | None = None
+
+
+class Times(NamedTuple):
+    """When a task ran and when it was issued, in seconds of the run's clock."""
+
+    task: TaskId
+    start_s: float
+    end_s: float
+    issue_s: float
+    issued_s: float
 
 
 class _Queue:
@@ -266,6 +279,7 @@ class Issuer(Generic[StepT]):
 
     def _try(self, q: _Queue, stream: Stream) -> bool:
         """Issue the task at the head of a queue, if it can be."""
+        began = time.perf_counter()
         task, index = q.tasks[q.position], q.index
         if self.delays is not None and self._is_held(q, task):
             return False
@@ -280,10 +294,12 @@ class Issuer(Generic[StepT]):
         step = self.steps[index] if self._needs_step[task.id] else None
         if q.reads_host and step is not None:
             self.kernels.host_value(task, step)
-        self._issue(q, stream, task, step)
+        self._issue(q, stream, task, step, began)
         return True
 
-    def _issue(self, q: _Queue, stream: Stream, task: Task, step: StepT | None) -> None:
+    def _issue(
+        self, q: _Queue, stream: Stream, task: Task, step: StepT | None, began: float
+    ) -> None:
         index, start, held = q.index, None, None
         if self.delays is not None and (s := self.delays.run_s(task, index)):
             held = stream.record()  # behind the waits: the delay itself is what is timed
@@ -293,7 +309,8 @@ class Issuer(Generic[StepT]):
             stream.submit(lambda: self.kernels.run(task, index, step))
         end = stream.record()
         q.ends[index % WINDOW][q.position] = (index, end)
-        q.records.setdefault(index, []).append(Record(task, start, end, held))
+        issue = began, time.perf_counter()
+        q.records.setdefault(index, []).append(Record(task, start, end, issue, held))
         q.advance()
 
     def _pass(self, w: _Wait, q: _Queue, stream: Stream) -> bool:

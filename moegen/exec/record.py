@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from moegen.exec.issue import Times
 from moegen.exec.step import Step
 from moegen.graph.task import TaskGraph, TaskId
 
@@ -17,7 +18,7 @@ class Recorder:
 
     def __init__(self, graph: TaskGraph, keep: int, device: str) -> None:
         self.graph, self.device = graph, device
-        self._times: deque[tuple[int, list[tuple[TaskId, float, float]]]] = deque(maxlen=keep)
+        self._times: deque[tuple[int, list[Times]]] = deque(maxlen=keep)
         self._delayed_s: deque[tuple[int, dict[str, float]]] = deque(maxlen=keep)
         self._steps: dict[int, Step] = {}
         self._keep = keep
@@ -28,7 +29,7 @@ class Recorder:
         # Issue runs one step ahead and times are resolved two behind.
         self._steps.pop(index - self._keep - 4, None)
 
-    def add(self, index: int, times: list[tuple[TaskId, float, float]]) -> None:
+    def add(self, index: int, times: list[Times]) -> None:
         """Times of every task of step ``index``."""
         self._times.append((index, times))
 
@@ -51,7 +52,7 @@ class Recorder:
         shapes = [self._steps[index].shape() for index, _ in self._times]
         for k, ((_, times), shape) in enumerate(zip(self._times, shapes, strict=True)):
             actual = self.graph.bind(shape)
-            for task_id, a, b in times:
+            for task_id, a, b, _, _ in times:
                 work = actual[task_id._replace(step=0)].work
                 ids.append(task_id._replace(step=k))
                 start.append(a)

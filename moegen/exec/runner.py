@@ -17,9 +17,9 @@ import torch
 
 from moegen.errors import DeadlockError
 from moegen.exec import issue
-from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT
+from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT, Times
 from moegen.exec.lanes import Clock, Stream, Worker, open_streams
-from moegen.graph.task import Lane, TaskGraph, TaskId
+from moegen.graph.task import Lane, TaskGraph
 
 # A Python thread may keep the interpreter for this long before another gets it: the one that
 # issues work must not wait for the one that reads clocks.
@@ -56,7 +56,7 @@ class Runner(Generic[StepT]):
         device: torch.device,
         *,
         delays: Delays | None = None,
-        on_records: Callable[[int, list[tuple[TaskId, float, float]]], None] | None = None,
+        on_records: Callable[[int, list[Times]], None] | None = None,
         on_delays: Callable[[int, dict[str, float]], None] | None = None,
         along: Callable[[], None] | None = None,
     ) -> None:
@@ -67,7 +67,8 @@ class Runner(Generic[StepT]):
         self._changed = threading.Condition()
         # Of the step whose times are being read: what was recorded, and times so far.
         self._events: list[Record] = []
-        self._times: list[tuple[TaskId, float, float]] = []
+        self._times: list[Times] = []
+        self._origin_s = 0.0
         self._delayed_s: dict[str, float] = {}
         self.issuer: Issuer[StepT] | None = None
 
@@ -82,6 +83,7 @@ class Runner(Generic[StepT]):
             Whatever the first failing task raised.
         """
         clock = Clock(self.device)
+        self._origin_s = clock.origin
         issuer = self.issuer = Issuer(
             self.graph,
             self.kernels,
@@ -188,7 +190,9 @@ class Runner(Generic[StepT]):
             r.end.synchronize()
             end = r.end.time_s()
             start = end if r.start is None else r.start.time_s()
-            self._times.append((r.task.id._replace(step=index), start, end))
+            issue, issued = (t - self._origin_s for t in r.issue)
+            task = r.task.id._replace(step=index)
+            self._times.append(Times(task, start, end, issue, issued))
             if r.held is not None:
                 op = r.task.id.op
                 held_s = start - r.held.time_s()

@@ -145,6 +145,10 @@ class Step:
             self._places[layer] = list(accumulate(self.counts[layer], initial=0))
         return self._places[layer]
 
+    def forget_places(self) -> None:
+        """Work out `places` anew: ``counts`` are others now."""
+        self._places.clear()
+
     def columns(self, table: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a copy of the table, by column."""
         sizes = [self.n_tokens] * len(TOKEN_COLUMNS) + [self.n_rows] * len(ROW_COLUMNS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -49,28 +50,17 @@ def run_synthetic(
     model = machinery.family.spec
     _require_same(g.model, model)
     steps = whole(steps, "steps", at_least=1)
-    if g.shape.tokens == 0:
-        raise InvalidInput("every row of the graph's shape has ended: there is nothing to run")
-    shape, layout = g.shape, g.layout
-    lengths = [p + n for p, n in zip(shape.past, shape.new, strict=True)]
-    pin = machinery.device.type == "cuda"
-    store = KVStore(model, sum(lengths), machinery.family.dtype, pin=pin)
-    _fill(store)
-    rows = [
-        Row(start, past, [(start + 7 * i) % model.vocab for i in range(new)]) if new else None
-        for start, past, new in zip(store.allocate(lengths), shape.past, shape.new, strict=True)
-    ]
     recorder = Recorder(g, steps, machinery.device.type)
+    with MadeUp(g, machinery) as made:
 
-    def source(_: Program, index: int) -> Step | None:
-        if index >= steps:
-            return None
-        step = Step(layout, rows)
-        recorder.bound(index, step)
-        return step
+        def source(_: Program, index: int) -> Step | None:
+            if index >= steps:
+                return None
+            step = made.step()
+            recorder.bound(index, step)
+            return step
 
-    try:
-        program = Program(g, machinery, store, _capacity(g), source)
+        program = made.program(source)
         Runner(
             g,
             program,
@@ -79,13 +69,79 @@ def run_synthetic(
             on_records=recorder.add,
             on_delays=recorder.delayed,
         ).run()
-    finally:
-        store.close()
     timeline = recorder.timeline()
-    weights = machinery.weights
+    weights, store = machinery.weights, made.store
     notes = [*weights.notes, *([store.note] if store.note else [])]
-    timeline.meta.update(pinned=weights.pinned and store.pinned, notes=notes)
+    timeline.meta.update(pinned=weights.pinned and made.pinned, notes=notes)
     return timeline
+
+
+class MadeUp:
+    """Made-up rows of a graph's own shape, their KV filled.
+
+    Use it as a context: at the end their memory is given back.
+
+    Parameters
+    ----------
+    g : TaskGraph
+        Of one step, with a shape that has a live row.
+    machinery : Machinery
+    sets : int
+        So many sets of the same rows, each with KV of its own.
+
+    Attributes
+    ----------
+    store : KVStore
+    pinned : bool
+        Whether kernels read and write the store in place.
+
+    Raises
+    ------
+    InvalidInput
+        If every row has ended.
+    """
+
+    def __init__(self, g: TaskGraph, machinery: Machinery, sets: int = 1) -> None:
+        assert g.shape is not None and g.layout is not None
+        if g.shape.tokens == 0:
+            raise InvalidInput("every row of the graph's shape has ended: there is nothing to run")
+        self.graph, self.machinery, self._layout = g, machinery, g.layout
+        model, shape = machinery.family.spec, g.shape
+        lengths = [p + n for p, n in zip(shape.past, shape.new, strict=True)]
+        pin = machinery.device.type == "cuda"
+        self.store = KVStore(model, sets * sum(lengths), machinery.family.dtype, pin=pin)
+        self.pinned = self.store.pinned
+        _fill(self.store)
+        starts = self.store.allocate(lengths * sets)
+        self._sets = [
+            [
+                Row(start, past, [(start + 7 * i) % model.vocab for i in range(new)])
+                if new
+                else None
+                for start, past, new in zip(
+                    starts[k * shape.rows :][: shape.rows], shape.past, shape.new, strict=True
+                )
+            ]
+            for k in range(sets)
+        ]
+
+    def step(self, of: int = 0) -> Step:
+        """A step of one of the sets of rows."""
+        return Step(self._layout, self._sets[of])
+
+    def steps(self) -> list[Step]:
+        """A step of each set of rows."""
+        return [self.step(k) for k in range(len(self._sets))]
+
+    def program(self, source: Callable[[Program, int], Step | None]) -> Program:
+        """The graph, bound to buffers of just the size that the rows need."""
+        return Program(self.graph, self.machinery, self.store, _capacity(self.graph), source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.store.close()
 
 
 def _require_same(graphs: ModelSpec | None, engines: ModelSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,6 +17,7 @@ from moegen.graph.task import Lane
 Work = Callable[[], Any]
 SPAN_S = 0.15  # what a measurement lasts, about
 MOST_RUNS = 200
+_MOST_QUEUED = 32  # while a stream is held back
 
 
 class Bench:
@@ -46,10 +48,27 @@ class Bench:
         each_with: tuple[Lane, Work] | None = None,
         span_s: float = SPAN_S,
     ) -> float:
-        """Seconds of ``work`` on a lane, run over and over for about ``span_s``.
+        """Seconds of ``work`` on a lane, undisturbed; otherwise as `spans`."""
+        spans = self.spans(lane, work, beside=beside, each_with=each_with, span_s=span_s)
+        return max(1e-9, undisturbed(spans))
+
+    def spans(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        beside: tuple[Lane, Work] | None = None,
+        each_with: tuple[Lane, Work] | None = None,
+        span_s: float = SPAN_S,
+        between: Work | None = None,
+        queued: bool = False,
+    ) -> list[float]:
+        """Seconds of each run of ``work`` on a lane, over and over for about ``span_s``.
 
         ``beside`` keeps another lane busy all the time; ``each_with`` begins another lane's
-        work with each run, and the next run waits for it.
+        work with each run, and the next run waits for it; ``between`` runs on the same lane
+        before each run and is not timed. ``queued`` holds a stream back until all runs have been
+        issued, so that what the host takes to launch them is not in them.
 
         Raises
         ------
@@ -58,17 +77,33 @@ class Bench:
         """
         settle(self.device)  # what the work reads was made on a stream that no lane waits for
         with own_current_stream(self.device), self._busy(*beside) if beside else nullcontext():
-            once = self._spans(lane, work, 2, each_with)[-1]
+            began = time.perf_counter()
+            once = self._spans(lane, work, 2, each_with, between)[-1]
+            launching_s = (time.perf_counter() - began) / 2
             n = int(min(MOST_RUNS, max(2, span_s / max(once, 1e-6))))
-            spans = self._spans(lane, work, n, each_with)
+            held_s = 0.0
+            if queued and once < launching_s:
+                n = max(2, min(n, _MOST_QUEUED))
+                held_s = n * launching_s
+            spans = self._spans(lane, work, n, each_with, between, held_s)
         self._raise()
-        return max(1e-9, undisturbed(spans))
+        return spans
 
     def _spans(
-        self, lane: Lane, work: Work, n: int, each_with: tuple[Lane, Work] | None
+        self,
+        lane: Lane,
+        work: Work,
+        n: int,
+        each_with: tuple[Lane, Work] | None,
+        between: Work | None = None,
+        held_s: float = 0.0,
     ) -> list[float]:
         stream, events = self.streams[lane], []
+        if held_s and self.device.type == "cuda" and lane is not Lane.CPU:
+            stream.delay(held_s)
         for _ in range(n):
+            if between is not None:
+                stream.submit(partial(without_grad, between))
             begin, done = stream.record(), None
             if each_with is not None:
                 other = self.streams[each_with[0]]

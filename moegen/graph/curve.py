@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.features import FEATURES_OF
+from moegen.graph.layer import Phase
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,31 @@ class Curve:
         The values of each feature that were measured, rising; in the order of
         `moegen.graph.features.FEATURES_OF`.
     seconds : nested sequence of float, shape [values of the first axis, of the second, ...]
-        Of one kernel or copy.
+        Of one kernel or copy; of all that the op launches where ``launches`` is an axis.
     source : str
         How it was measured.
+    phase : {"prefill", "decode"}, optional
+        The one that it is of; both unless given.
+    spread : nested sequence of float, shape as seconds, optional
+        Relative standard deviation of the repeated measurements of each point.
+    issue_s : float
+        What the executor's issuing thread takes for one kernel or copy; for all that the op
+        launches where ``launches`` is an axis.
 
     Raises
     ------
     InvalidInput
-        If ops or features are not known, a number is not finite and positive, an axis does not
-        rise, or seconds fall along one.
+        If ops, features or the phase are not known, a number is not finite and positive (a
+        spread: not negative), an axis does not rise, or seconds fall along the first one.
     """
 
     ops: tuple[str, ...]
     axes: Mapping[str, tuple[float, ...]]
     seconds: tuple[Any, ...]
     source: str
+    phase: Phase | None = None
+    spread: tuple[Any, ...] | None = None
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
         ops = tuple(self.ops) if isinstance(self.ops, (list, tuple)) else ()
@@ -63,25 +74,36 @@ class Curve:
             )
         if not isinstance(self.source, str) or not self.source:
             raise InvalidInput(f"{name}: source must say how it was measured, got {self.source!r}")
+        if self.phase not in (None, *get_args(Phase)):
+            raise InvalidInput(
+                f"{name}: phase must be one of {', '.join(get_args(Phase))}, or left out if the "
+                f"curve is of both, got {self.phase!r}"
+            )
         axes = {key: _axis(self.axes[key], f"{name}: {key}") for key in features}
         shape = [len(values) for values in axes.values()]
-        seconds = _grid(self.seconds, shape, f"{name}: seconds")
+        seconds = _grid(self.seconds, shape, f"{name}: seconds", above=0)
         for field, value in (("ops", ops), ("axes", axes), ("seconds", seconds)):
             object.__setattr__(self, field, value)
+        if self.spread is not None:
+            spread = _grid(self.spread, shape, f"{name}: spread", at_least=0)
+            object.__setattr__(self, "spread", spread)
+        issue_s = number(self.issue_s, f"{name}: issue_s", at_least=0)
+        object.__setattr__(self, "issue_s", issue_s)
         self._check_rising()
 
     def _check_rising(self) -> None:
+        # More of the same takes no less. Other features may: many short prompts, say, take longer
+        # than few long ones of as many tokens.
+        feature = next(iter(self.axes))
         values = np.array(self.seconds)
-        for k, feature in enumerate(self.axes):
-            falls = np.argwhere(np.diff(values, axis=k) < 0)
-            if len(falls):
-                at = falls[0].tolist()
-                after = [*at[:k], at[k] + 1, *at[k + 1 :]]
-                raise InvalidInput(
-                    f"{self.describe(after)}: {values[tuple(after)]:g} s, less than the "
-                    f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall "
-                    f"along an axis"
-                )
+        falls = np.argwhere(np.diff(values, axis=0) < 0)
+        if len(falls):
+            at = falls[0].tolist()
+            after = [at[0] + 1, *at[1:]]
+            raise InvalidInput(
+                f"{self.describe(after)}: {values[tuple(after)]:g} s, less than the "
+                f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall along it"
+            )
 
     def describe(self, index: Sequence[int]) -> str:
         """A point of the grid, for a person."""
@@ -111,10 +133,10 @@ def _axis(values: Any, where: str) -> tuple[float, ...]:
     return axis
 
 
-def _grid(values: Any, shape: Sequence[int], where: str) -> tuple[Any, ...]:
+def _grid(values: Any, shape: Sequence[int], where: str, **limit: float) -> tuple[Any, ...]:
     if not isinstance(values, (list, tuple)) or len(values) != shape[0]:
         got = f"{len(values)}" if isinstance(values, (list, tuple)) else repr(values)
         raise InvalidInput(f"{where} must have {shape[0]} entries, as its axis has, got {got}")
     if len(shape) == 1:
-        return tuple(number(v, f"{where}[{i}]", above=0) for i, v in enumerate(values))
-    return tuple(_grid(v, shape[1:], f"{where}[{i}]") for i, v in enumerate(values))
+        return tuple(number(v, f"{where}[{i}]", **limit) for i, v in enumerate(values))
+    return tuple(_grid(v, shape[1:], f"{where}[{i}]", **limit) for i, v in enumerate(values))

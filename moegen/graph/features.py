@@ -3,7 +3,8 @@
 A measured curve is a grid over these. Each op has its own, in a fixed order:
 
 - matrix products and prefill attention: ``tokens`` a kernel, and ``flops_per_token``, which is
-  how wide the matrices are (two FLOPs a weight), or how long the prompts;
+  how wide the matrices are (two FLOPs a weight), or how long the prompts; products of experts
+  also ``launches``, for the experts of one task may be computed together;
 - decode attention: ``rows``, ``bytes_per_row``, which is how long their KV is, and
   ``flops_per_byte``, which is its kind (4 for mixtral's grouped heads in two bytes a number, some
   240 for the latent heads of deepseek-v2);
@@ -11,7 +12,8 @@ A measured curve is a grid over these. Each op has its own, in a fixed order:
 - copies, by the copy engine or by kernels that read and write host memory: ``h2d_bytes`` or
   ``d2h_bytes``.
 
-Where an op launches several kernels or copies, numbers and seconds are those of one.
+Where an op launches several kernels or copies, numbers and seconds are those of one, unless
+``launches`` is a feature: then seconds are those of all of them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Feature:
 FEATURES = {
     "tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops")),
     "flops_per_token": Feature(lambda w: w.flops / w.tokens, ("flops", "gpu_bytes")),
+    "launches": Feature(lambda w: w.launches, ("launches", "tokens", "flops", "gpu_bytes")),
     "rows": Feature(
         lambda w: w.rows / w.launches, ("rows", "tokens", "flops", "gpu_bytes", "host_bytes")
     ),
@@ -58,6 +61,7 @@ FEATURES = {
 }
 
 _PRODUCT = ("tokens", "flops_per_token")
+_PRODUCTS = (*_PRODUCT, "launches")
 _ATTENTION = ("rows", "bytes_per_row", "flops_per_byte")
 #: The features of each op.
 FEATURES_OF: dict[str, tuple[str, ...]] = {
@@ -78,7 +82,7 @@ FEATURES_OF: dict[str, tuple[str, ...]] = {
     "shared_expert": _PRODUCT,
     "dense_mlp": _PRODUCT,
     "copy_expert": ("h2d_bytes",),
-    "expert": _PRODUCT,
+    "expert": _PRODUCTS,
     "combine": ("gpu_bytes",),
     "lm_head": _PRODUCT,
     "sample": ("gpu_bytes",),

@@ -2,7 +2,7 @@
 
 The file is JSON::
 
-    {"format": "moegen.profile/1",
+    {"format": "moegen.profile/2",
      "date": "2026-11-30",
      "versions": {"torch": "2.11.0"},
      "dtype": "bfloat16",
@@ -12,7 +12,13 @@ The file is JSON::
        {"ops": ["copy_dense", "copy_expert"],
         "source": "measured: pinned memory, one copy at a time",
         "axes": {"h2d_bytes": [1048576, 67108864]},
-        "seconds": [3.34e-05, 0.00122]},
+        "seconds": [3.34e-05, 0.00122],
+        "phase": null,
+        "spread": [0.02, 0.003]},
+       ...],
+     "company": [
+       {"resource": "h2d", "beside": "host_memory", "share": 0.85,
+        "source": "measured: copies beside CPU attention"},
        ...]}
 
 ``machine`` is a `HardwareSpec` field by field: the names of GPU and CPU, which say whose file
@@ -20,8 +26,11 @@ this is, and the rates that hold where nothing was measured. ``peaks`` are what 
 give for memory, where known (the link's and the GPU's arithmetic are in ``machine``): a
 measurement above one is refused. A curve's axes are the features of its ops
 (`moegen.graph.features`); ``seconds`` holds a value for every combination, the last axis
-innermost. An axis of one value says which shape was measured. Seconds do not fall along an axis,
-so whoever writes a file smooths what noise turned round.
+innermost, and ``spread``, where it is known, the relative standard deviation of each. An axis of
+one value says which shape was measured. Seconds do not fall along an axis, so whoever writes a
+file smooths what noise turned round. An op may have several curves: of the widths of several
+models, or of one phase each (``null`` is both). ``company`` says what a resource gives while
+another is in use (`moegen.graph.company`).
 """
 
 from __future__ import annotations
@@ -29,7 +38,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,17 +46,20 @@ from typing import Any
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
+from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.files import read_json, write_text
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.latencies import Latencies
+from moegen.graph.peaks import check_peaks
 
-FORMAT = "moegen.profile/1"
+FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_CURVE = ("ops", "source", "axes", "seconds")
-# A rate worked out from seconds may be above the one that they were worked out from.
-_ROUNDING = 1 + 1e-9
+_CURVE = ("ops", "source", "axes", "seconds", "phase", "spread", "issue_s")
+_MAY_LACK = ("phase", "spread", "issue_s")
+_COMPANY = ("resource", "beside", "share", "source")
 
 
 @dataclass(frozen=True)
@@ -65,13 +77,19 @@ class ProfileTable:
     dtype : str
         Of weights and activations: bfloat16, float16 or float32.
     curves : sequence of Curve
+        Several may be of one op, at other points or of another phase.
     peaks : mapping of str to float or None
         Bytes per second of memory by the data sheet: ``gpu_bytes_per_s``, ``host_bytes_per_s``.
+    company : sequence of Company
+        What resources give beside others; none where nobody measured it.
+    latencies : Latencies
+        What it takes to notice an end where no stream waits by itself.
 
     Raises
     ------
     InvalidInput
-        If two curves are of one op, or a point is faster than a peak.
+        If two curves are of one op and phase at the same points, two entries of the company are
+        of the same resources, or a point is faster than a peak.
     """
 
     machine: HardwareSpec
@@ -80,6 +98,8 @@ class ProfileTable:
     dtype: str
     curves: tuple[Curve, ...]
     peaks: Mapping[str, float | None]
+    company: tuple[Company, ...] = ()
+    latencies: Latencies = Latencies()
 
     def __post_init__(self) -> None:
         try:
@@ -105,40 +125,25 @@ class ProfileTable:
         }
         object.__setattr__(self, "peaks", peaks | known)
         object.__setattr__(self, "curves", tuple(self.curves))
-        seen: set[str] = set()
-        for curve in self.curves:
-            twice = seen.intersection(curve.ops)
-            if twice:
-                raise InvalidInput(f"two curves are of {min(twice)}")
-            seen.update(curve.ops)
-        self._check_peaks(known)
+        object.__setattr__(self, "company", tuple(self.company))
+        self._check_twice()
+        check_peaks(self.machine, known, self.curves)
 
-    def _check_peaks(self, memory: Mapping[str, float]) -> None:
-        for key, peak in memory.items():
-            if getattr(self.machine, key) > peak * _ROUNDING:
-                raise InvalidInput(
-                    f"machine: {key} is {getattr(self.machine, key):g}, above its peak of {peak:g}"
-                )
+    def _check_twice(self) -> None:
+        seen: set[tuple[Any, ...]] = set()
         for curve in self.curves:
-            limits = self._limits(curve.ops[0])
-            for index, at, seconds in curve.points():
-                for what, unit, units in _uses(at):
-                    peak = limits.get(what)
-                    if peak is not None and units / seconds > peak * _ROUNDING:
-                        raise InvalidInput(
-                            f"{curve.describe(index)}: {seconds:g} s would be "
-                            f"{units / seconds / 1e9:.4g} G{unit}/s, above the peak of "
-                            f"{peak / 1e9:.4g} G{unit}/s: the measurement is wrong"
-                        )
-
-    def _limits(self, op: str) -> dict[str, float | None]:
-        """What a point of ``op`` cannot be faster than, by what it uses."""
-        on_cpu = op == "attn_cpu"
-        return {
-            "link": self.machine.link_peak_bytes_per_s,
-            "memory": self.peaks["host_bytes_per_s" if on_cpu else "gpu_bytes_per_s"],
-            "flops": None if on_cpu else self.machine.gpu_flops,
-        }
+            for op in curve.ops:
+                points = (op, curve.phase, *curve.axes.values())
+                if points in seen:
+                    of = "" if curve.phase is None else f" in {curve.phase}"
+                    raise InvalidInput(
+                        f"two curves are of {op}{of} at the same points: no task tells them apart"
+                    )
+                seen.add(points)
+        pairs = [(entry.resource, entry.beside) for entry in self.company]
+        for i, entry in enumerate(self.company):
+            if pairs[i] in pairs[:i]:
+                raise InvalidInput(f"company: {entry} is there twice")
 
     @classmethod
     def load(cls, path: str | Path) -> ProfileTable:
@@ -154,29 +159,27 @@ class ProfileTable:
         try:
             if not isinstance(data, dict) or data.get("format") != FORMAT:
                 raise InvalidInput(f"this is no table of measurements ({FORMAT})")
-            keys = ("format", "date", "versions", "dtype", "machine", "peaks", "curves")
-            _check_keys(data, keys, keys, "the file")
+            keys = ("format", "date", "versions", "dtype", "machine", "peaks", "curves", "company")
+            _check_keys(data, (*keys, "latencies"), keys, "the file")
+            waits = data.get("latencies", {})
+            if not isinstance(waits, dict):
+                raise InvalidInput("latencies must hold keys and values")
+            _check_keys(waits, tuple(vars(Latencies())), (), "latencies")
             machine = data["machine"]
             if not isinstance(machine, dict):
                 raise InvalidInput("machine must hold keys and values")
             source = machine.get("source", {})
             if not isinstance(source, dict) or not all(isinstance(v, str) for v in source.values()):
                 raise InvalidInput("machine: source must map fields to words")
-            if not isinstance(data["curves"], list):
-                raise InvalidInput("curves must be a list")
-            curves = []
-            for i, curve in enumerate(data["curves"]):
-                if not isinstance(curve, dict):
-                    raise InvalidInput(f"curve {i} must hold keys and values, got {curve!r}")
-                _check_keys(curve, _CURVE, _CURVE, f"curve {i}")
-                curves.append(Curve(**curve))
             return cls(
                 HardwareSpec.from_dict(machine),
                 data["date"],
                 data["versions"],
                 data["dtype"],
-                tuple(curves),
+                tuple(Curve(**c) for c in _entries(data, "curves", "curve", _CURVE, _MAY_LACK)),
                 data["peaks"],
+                tuple(Company(**c) for c in _entries(data, "company", "company", _COMPANY)),
+                Latencies(**waits),
             )
         except InvalidInput as e:
             raise InvalidInput(f"{path}: {e}") from e
@@ -207,6 +210,7 @@ class ProfileTable:
         machine = {key: _text(value) for key, value in self.machine.to_dict().items()}
         source = {key: _text(value) for key, value in self.machine.source.items()}
         curves = [_lines({key: _text(getattr(c, key)) for key in _CURVE}, 3) for c in self.curves]
+        company = [_text({key: getattr(c, key) for key in _COMPANY}) for c in self.company]
         parts = {
             "format": _text(FORMAT),
             "date": _text(self.date),
@@ -215,6 +219,8 @@ class ProfileTable:
             "machine": _lines(machine | {"source": _lines(source, 3)}, 2),
             "peaks": _text(self.peaks),
             "curves": "[" + ",\n  ".join(curves) + "]",
+            "company": "[" + ",\n  ".join(company) + "]",
+            "latencies": _text(vars(self.latencies)),
         }
         return _lines(parts, 1) + "\n"
 
@@ -297,19 +303,22 @@ def _check_keys(
         raise InvalidInput(f"{where} lacks the key {missing[0]}")
 
 
-def _uses(at: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """What a point uses up: of what, in which unit, and how much."""
-    for name in ("h2d_bytes", "d2h_bytes"):
-        if name in at:
-            yield "link", "B", at[name]
-    if "gpu_bytes" in at:
-        yield "memory", "B", at["gpu_bytes"]
-    if "rows" in at:
-        nbytes = at["rows"] * at["bytes_per_row"]
-        yield "memory", "B", nbytes
-        yield "flops", "FLOP", nbytes * at["flops_per_byte"]
-    if "tokens" in at:
-        yield "flops", "FLOP", at["tokens"] * at["flops_per_token"]
+def _entries(
+    data: Mapping[str, Any],
+    key: str,
+    what: str,
+    known: Sequence[str],
+    may_lack: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """The objects of a list in the file, each with the keys that it must have."""
+    if not isinstance(data[key], list):
+        raise InvalidInput(f"{key} must be a list")
+    needed = [name for name in known if name not in may_lack]
+    for i, entry in enumerate(data[key]):
+        if not isinstance(entry, dict):
+            raise InvalidInput(f"{what} {i} must hold keys and values, got {entry!r}")
+        _check_keys(entry, known, needed, f"{what} {i}")
+    return data[key]
 
 
 # Makers' names and what says nothing.

@@ -290,18 +290,18 @@ class TaskGraph:
     def kinds(self) -> tuple[tuple[Task, ...], tuple[int, ...]]:
         """One task of each kind, and each task's kind, shape [n].
 
-        Tasks are of one kind if op, lane and work are the same: most layers are alike.
+        Tasks are of one kind if op, phase, lane and work are the same: most layers are alike.
         """
         works: dict[Work | None, int] = {}
         seen: dict[int, int] = {}  # by identity: hashing work takes longer than all the rest
-        numbers: dict[tuple[str, Lane, int], int] = {}
+        numbers: dict[tuple[str, str, Lane, int], int] = {}
         examples: list[Task] = []
         of = []
         for t in self.tasks:
             work = seen.get(id(t.work))
             if work is None:
                 work = seen[id(t.work)] = works.setdefault(t.work, len(works))
-            number = numbers.setdefault((t.id.op, t.lane, work), len(examples))
+            number = numbers.setdefault((t.id.op, t.id.phase, t.lane, work), len(examples))
             if number == len(examples):
                 examples.append(t)
             of.append(number)

@@ -2,6 +2,7 @@
 
 from moegen.plot.bands import bands
 from moegen.plot.causal import causal
+from moegen.plot.comparison import comparison
 from moegen.plot.dag import layer_dag
 from moegen.plot.gantt import gantt, predicted_and_measured
 from moegen.plot.pareto import frontier, pareto
@@ -13,6 +14,7 @@ from moegen.plot.whatifs import what_ifs
 
 __all__ = [
     "COLOURS",
+    "comparison",
     "bands",
     "causal",
     "frontier",

@@ -25,6 +25,7 @@ _BINDS = {
     "lane CPU": "#08519c",
     "resource h2d": "#d9b300",
     "resource d2h": "#74a33f",
+    "resource zero_copy": "#238b45",
     "resource host_memory": "#8c6bb1",
     "resource gpu": "#f16913",
     "resource cpu": "#08519c",

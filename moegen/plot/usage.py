@@ -62,10 +62,12 @@ def utilization(
         notes.append(f", {moved / span_s / 1e9:.3g} GB/s" if moved else "")
         colours.append(LANE_COLOURS[lane])
     rates = {} if cost is None else cost.capacities()
+    # Where company was measured host memory is what the CPU gets of it.
+    in_company = cost is not None and bool(cost.company)
     for name, label in _RESOURCES.items():
         if name in rates:
             rate = rates[name]
-            used = sum(_of(name, w) for w in _works(timeline)) / span_s
+            used = sum(_of(name, w, not in_company) for w in _works(timeline)) / span_s
             names.append(label)
             shares.append(used / rate)
             notes.append(f", {used / 1e9:.3g} of {rate / 1e9:.3g} GB/s")
@@ -169,9 +171,9 @@ def _works(timeline: Timeline) -> list[Work]:
     return [work for task_id, work in done if work is not None and task_id.step in steps]
 
 
-def _of(resource: str, work: Work) -> float:
+def _of(resource: str, work: Work, copies_too: bool = True) -> float:
     if resource == "host_memory":
-        return work.host_bytes + work.h2d_bytes + work.d2h_bytes
+        return work.host_bytes + copies_too * (work.h2d_bytes + work.d2h_bytes)
     return work.h2d_bytes if resource == "h2d" else work.d2h_bytes
 
 

@@ -55,7 +55,7 @@ class Scaled(CostModel):
         if factor == 1.0:
             return cost
         demands = {name: units * factor for name, units in cost.demands.items()}
-        return Cost(cost.seconds * factor, cost.provenance, demands)
+        return Cost(cost.seconds * factor, cost.provenance, demands, cost.issue_s)
 
     def capacities(self, *running: Any) -> Mapping[str, float]:
         return self.of.capacities(*running)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
-from moegen.graph.task import Task, TaskId
+from moegen.graph.company import RESOURCES as RESOURCES
+from moegen.graph.company import Company
+from moegen.graph.latencies import Latencies
+from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.sim.capacities import NOTHING, InUse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,12 +27,9 @@ if TYPE_CHECKING:
     from moegen.sim.corrected import Corrected
     from moegen.sim.fixed import Fixed
     from moegen.sim.measured import Measured
+    from moegen.sim.recorded import Recorded
     from moegen.sim.roofline import Roofline
     from moegen.timeline import Timeline
-
-#: What lanes share. GPU, CPU and the executor's host code ("issue") are counted in seconds of the
-#: whole, the rest in bytes.
-RESOURCES = ("gpu", "h2d", "d2h", "host_memory", "cpu", "issue")
 
 
 class Provenance(enum.StrEnum):
@@ -51,6 +54,8 @@ class Cost:
         Where the number comes from: a `Provenance`, or a word of the caller's.
     demands : mapping of str to float
         Units of each shared resource that the task uses up over its run.
+    issue_s : float
+        What the executor's issuing thread takes to hand the task over.
 
     Raises
     ------
@@ -61,6 +66,7 @@ class Cost:
     seconds: float
     provenance: str
     demands: Mapping[str, float] = field(default_factory=dict)
+    issue_s: float = 0.0
 
     def __post_init__(self) -> None:
         # Made for every task of every strategy that a search weighs: what is right passes quickly.
@@ -69,6 +75,8 @@ class Cost:
         for name, units in self.demands.items():
             if not (type(units) in (float, int) and 0 <= units < math.inf):
                 number(units, f"the demand on {name}", at_least=0)
+        if not (type(self.issue_s) is float and 0 <= self.issue_s < math.inf):
+            object.__setattr__(self, "issue_s", number(self.issue_s, "issue_s", at_least=0))
 
 
 class CostModel(ABC):
@@ -77,23 +85,56 @@ class CostModel(ABC):
     Attributes
     ----------
     by_work : bool
-        Whether op, lane and work are all that an estimate depends on. Tasks that have them in
-        common are then estimated once.
+        Whether op, phase, lane and work are all that an estimate depends on. Tasks that have
+        them in common are then estimated once.
+    company : tuple of Company
+        Which resources give less while which others are in use, where that was measured: what
+        ``capacities`` rests on then.
+    latencies : Latencies
+        What it takes to notice an end where no stream waits by itself; see `moegen.sim.issuing`.
     """
 
     by_work = False
+    company: tuple[Company, ...] = ()
+    latencies: Latencies = Latencies()
 
     @abstractmethod
     def estimate(self, task: Task) -> Cost:
         """Seconds, their provenance and the demands on resources of ``task`` run alone."""
 
     @abstractmethod
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
         """Units per second of each shared resource while those ``in_use`` are drawn on.
 
-        The set matters where a resource gives less in company: a link's direction does
-        when the other direction is in use.
+        Parameters
+        ----------
+        in_use : mapping of str to sequence of float
+            By resource, what each of the tasks that run would draw on it at full speed, 0 where
+            one draws nothing, the tasks in one order for all. It matters where a resource gives
+            less in company: a link's direction does when the other direction is in use.
         """
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        """The same for many sets of tasks at once.
+
+        Parameters
+        ----------
+        names : sequence of str
+            Resources.
+        draws : ndarray, shape [sets, tasks, resources]
+            Units per second that each task draws at full speed.
+
+        Returns
+        -------
+        ndarray, shape [sets, resources]
+            inf for a resource that there is always enough of.
+        """
+        rows = []
+        for one in draws:
+            in_use = {n: one[:, r].tolist() for r, n in enumerate(names) if one[:, r].any()}
+            given = self.capacities(in_use)
+            rows.append([given.get(name, np.inf) for name in names])
+        return np.array(rows).reshape(len(draws), len(names))
 
     def seconds(self, task: Task) -> float:
         """Duration of ``task`` run alone."""
@@ -102,6 +143,13 @@ class CostModel(ABC):
     def physical(self) -> CostModel:
         """The same without what is the executor's own: what bounds are measured against."""
         return self
+
+    def spread(self, task: Task) -> float:
+        """How much the seconds of ``task`` vary: their relative standard deviation, 0 if unknown.
+
+        It is of repeated measurements of one kernel or copy; no prediction rests on it.
+        """
+        return 0.0
 
     def loads(self, cost: Cost) -> dict[str, float]:
         """Units per second that a task of this cost draws at full speed.
@@ -112,14 +160,9 @@ class CostModel(ABC):
         if cost.seconds == 0:
             return {}
         used = {r: units for r, units in cost.demands.items() if units > 0}
-        capacity = self.capacities(used)
-        return {
-            r: min(units / cost.seconds, capacity[r]) for r, units in used.items() if r in capacity
-        }
-
-    def spread(self, task: Task) -> float:
-        """Relative standard deviation of the task's duration when it is measured again."""
-        return 0.0
+        drawn = {r: units / cost.seconds for r, units in used.items()}
+        capacity = self.capacities({r: (rate,) for r, rate in drawn.items()})
+        return {r: min(rate, capacity[r]) for r, rate in drawn.items() if r in capacity}
 
     def corrected(self, measured: Timeline) -> Corrected:
         """The same, with the durations of each op as a run had them.
@@ -139,7 +182,7 @@ class CostModel(ABC):
         return correct(self, measured)
 
     def domain(self) -> pd.DataFrame:
-        """What was measured: a row for each op and feature of its work.
+        """What was measured: a row for each curve, op and feature of its work.
 
         Returns
         -------
@@ -200,6 +243,7 @@ class CostModel(ABC):
         demands: Mapping[TaskId | str, Mapping[str, float]] | None = None,
         capacities: Mapping[str, float] | None = None,
         duplex: float | Mapping[str, float] | None = None,
+        company: Sequence[Company] = (),
         provenance: str = Provenance.GIVEN,
     ) -> Fixed:
         """Durations given per task or per op: for graphs made by hand, and to replay a run.
@@ -215,10 +259,31 @@ class CostModel(ABC):
         duplex : float or mapping, optional
             Limit of ``h2d`` and of ``d2h`` while both are in use, bytes per second: one for
             both, or a mapping with one for each.
+        company : sequence of Company, optional
+            What resources give less beside others, in place of ``duplex``.
         """
         from moegen.sim.fixed import Fixed
 
-        return Fixed(durations, demands or {}, capacities or {}, duplex, provenance)
+        return Fixed(durations, demands or {}, capacities or {}, duplex, provenance, company)
+
+    @staticmethod
+    def recorded(graph: TaskGraph, data: Mapping[str, Any]) -> Recorded:
+        """What the tasks of a saved run cost: the inverse of ``Recorded.to_dict``.
+
+        Parameters
+        ----------
+        graph : TaskGraph
+            What was run.
+        data : mapping
+
+        Raises
+        ------
+        InvalidInput
+            If the data are damaged.
+        """
+        from moegen.sim.recorded import Recorded
+
+        return Recorded.from_dict(graph, data)
 
 
 def checked_cost(cost: Any) -> CostModel:
@@ -228,14 +293,3 @@ def checked_cost(cost: Any) -> CostModel:
             f"cost must be a CostModel, such as CostModel.roofline(hw), got {cost!r}"
         )
     return cost
-
-
-def with_duplex(
-    capacities: Mapping[str, float], limits: Mapping[str, float | None]
-) -> dict[str, float]:
-    """The same capacities while both directions of the link are in use."""
-    both = dict(capacities)
-    for name, limit in limits.items():
-        if limit is not None and name in both:
-            both[name] = min(both[name], float(limit))
-    return both

@@ -5,24 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import simpy
-from simpy.events import EventPriority
 
 from moegen.errors import DeadlockError, InvalidInput
 from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel, checked_cost
-from moegen.sim.sharing import fair_speeds
+from moegen.sim.fluid import Fluid, InterruptibleFluid
+from moegen.sim.issuing import Issuing
+from moegen.sim.recorded import Recorded
 from moegen.timeline import Timeline, incoming
+
+if TYPE_CHECKING:
+    from moegen.graph.shape import Shape
 
 # Begins the task at a position at a time; the event's value is when it ends.
 _Begin = Callable[[int, float], simpy.Event]
-# Of events at one moment simpy takes those of low numbers first: 0 urgent, 1 normal.
-_AFTER_ALL_ELSE = EventPriority(2)
-_NONE = -1
 
 
-def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True) -> Timeline:
+def simulate(
+    g: TaskGraph,
+    cost: CostModel,
+    steps: int = 1,
+    shared: bool = True,
+    *,
+    shapes: Sequence[Shape] | None = None,
+) -> Timeline:
     """Run ``g`` on a model of the machine.
 
     Each lane runs its tasks in program order; a task starts when every task it waits for
@@ -41,29 +50,80 @@ def simulate(g: TaskGraph, cost: CostModel, steps: int = 1, shared: bool = True)
         max-min fair in what each gets of them (see `moegen.sim.sharing`); a task alone takes
         exactly its seconds. False: nobody disturbs anybody, and the makespan is the longest
         path of Eq. 4 to the last digit.
+    shapes : sequence of Shape, optional
+        What each step works on, where steps differ: as many are run, and ``g`` gives their
+        structure. Those of a measured run are its ``shapes``.
 
     Returns
     -------
     Timeline
+        It remembers what its tasks cost, see ``Timeline.cost``.
 
     Raises
     ------
     InvalidInput
         If a duration is NaN, infinite or negative, or ``steps`` cannot be had from ``g``.
+    GraphError
+        If no step of ``g`` can have one of the shapes.
     DeadlockError
         If some task never ends. The message names each lane's head and what it waits for.
     """
-    repeats = count_steps(g, steps)
-    costs, kinds = estimates(g, cost, repeats)
-    run = _Run(g, repeats, costs, kinds, cost if shared else None)
-    run()
+    if shapes is None:
+        repeats = count_steps(g, steps)
+        costs, kinds = estimates(g, cost, repeats)
+    else:
+        if not shapes or steps not in (1, len(shapes)):
+            raise InvalidInput(f"one shape a step: got {len(shapes)} shapes for {steps} step(s)")
+        repeats = steps = len(shapes)
+        costs, kinds = _estimates_of(g, cost, shapes)
+    seconds = [costs[k].seconds for k in kinds]
+    start_s, end_s = run_lanes(g, costs, kinds, seconds, cost if shared else None)
+    meta: dict[str, Any] = {"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)}
+    if shapes is not None:
+        meta["shapes"] = [shape.to_dict() for shape in shapes]
     return Timeline.of_steps(
         g,
-        run.start_s,
-        run.end_s,
+        start_s,
+        end_s,
         provenance=[costs[k].provenance for k in kinds],
-        meta={"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)},
+        meta=meta,
+        cost=Recorded(g, costs, kinds, cost, shared=shared),
     )
+
+
+def run_lanes(
+    g: TaskGraph,
+    costs: Sequence[Cost],
+    kinds: Sequence[int],
+    seconds: Sequence[float],
+    sharing: CostModel | None,
+) -> tuple[list[float], list[float]]:
+    """When each task starts and ends.
+
+    Parameters
+    ----------
+    g : TaskGraph
+    costs, kinds
+        What a task of each kind draws on the machine at full speed; the kind of each of the n
+        tasks in program order, step after step, shape [steps * n].
+    seconds : sequence of float, shape [steps * n]
+        How long each task takes at full speed.
+    sharing : CostModel, optional
+        Who gets how much where tasks run together; without it nobody disturbs anybody.
+
+    Returns
+    -------
+    tuple of list of float
+        Starts and ends, shape [steps * n].
+
+    Raises
+    ------
+    DeadlockError
+        If some task never ends.
+    """
+    run = _Run(g, costs, kinds, seconds, sharing)
+    run()
+    return run.start_s, run.end_s
 
 
 def count_steps(g: TaskGraph, steps: int) -> int:
@@ -109,15 +169,42 @@ def estimates(g: TaskGraph, cost: CostModel, repeats: int) -> tuple[list[Cost], 
     if checked_cost(cost).by_work:
         examples, kinds = g.kinds
         return [_estimate(cost, t) for t in examples], kinds * repeats
+    return _of_tasks(in_steps(g, repeats), cost)
+
+
+def _of_tasks(tasks: Sequence[Task], cost: CostModel) -> tuple[list[Cost], list[int]]:
     costs: list[Cost] = []
     numbers: dict[int, int] = {}  # of one object, for as long as it is kept
     kinds = []
-    for t in in_steps(g, repeats):
+    for t in tasks:
         estimate = _estimate(cost, t)
         kind = numbers.setdefault(id(estimate), len(costs))
         if kind == len(costs):
             costs.append(estimate)
         kinds.append(kind)
+    return costs, kinds
+
+
+def _estimates_of(
+    g: TaskGraph, cost: CostModel, shapes: Sequence[Shape]
+) -> tuple[list[Cost], list[int]]:
+    """The same for steps of different shapes."""
+    by_work = checked_cost(cost).by_work
+    costs: list[Cost] = []
+    kinds: list[int] = []
+    done: dict[int, list[int]] = {}  # of steps alike
+    for step, shape in enumerate(shapes):
+        alike = next((k for k in done if by_work and shapes[k] == shape), None)
+        if alike is None:
+            bound = g.bind(shape)
+            if by_work:
+                more, of = estimates(bound, cost, 1)
+            else:
+                more, of = _of_tasks([replace(t, id=t.id._replace(step=step)) for t in bound], cost)
+            done[step] = [len(costs) + kind for kind in of]
+            costs += more
+            alike = step
+        kinds += done[alike]
     return costs, kinds
 
 
@@ -141,13 +228,13 @@ class _Run:
     def __init__(
         self,
         g: TaskGraph,
-        repeats: int,
         costs: Sequence[Cost],
         kinds: Sequence[int],
+        seconds: Sequence[float],
         sharing: CostModel | None,
     ) -> None:
-        self._g, self._repeats, self._costs, self._kinds = g, repeats, costs, kinds
-        self._seconds = [costs[k].seconds for k in kinds]
+        self._g, self._seconds = g, seconds
+        self._repeats = repeats = len(seconds) // max(1, len(g))
         self._env = simpy.Environment()
         total = len(self._seconds)
         self.start_s: list[float] = [math.nan] * total
@@ -157,15 +244,27 @@ class _Run:
         # where the task has not begun.
         self._running: list[simpy.Event | None] = [None] * total
         self._awaited: dict[int, simpy.Event] = {}
-        self._fluid = None
+        self._fluid, self._issuing = None, None
         if sharing is not None:
             lane_of = g.structure.lane_of * repeats
-            self._fluid = _Fluid(self._env, sharing, costs, kinds, lane_of)
+            issued = any(c.issue_s for c in costs)
+            fluid = InterruptibleFluid if issued else Fluid
+            self._fluid = fluid(self._env, sharing, costs, kinds, seconds, lane_of)
+            if issued:
+                issue_s = [costs[k].issue_s for k in kinds]
+                self._issuing = Issuing(
+                    self._env, g, issue_s, sharing.latencies, self._ended, self.end_s
+                )
 
     def __call__(self) -> None:
         begin = self._alone if self._fluid is None else self._fluid.begin
-        for queue in self._g.structure.lanes:
-            self._env.process(self._lane(queue, begin))
+        for number, queue in enumerate(self._g.structure.lanes):
+            process = self._lane(queue, begin)
+            if self._issuing is not None:
+                process = self._issued_lane(number, queue, self._issuing, begin)
+            self._env.process(process)
+        if self._issuing is not None:
+            self._env.process(self._issuing.run())
         self._env.run()
         if not all(self._ended):  # simpy returns normally when all processes wait
             raise DeadlockError(self._stalled())
@@ -204,6 +303,42 @@ class _Run:
                 if at in awaited:
                     awaited.pop(at).succeed(now)
 
+    def _issued_lane(
+        self, number: int, queue: Sequence[int], issuing: Issuing, begin: _Begin
+    ) -> Generator[simpy.Event, float, None]:
+        """The same, where a task cannot begin before the issuing thread has turned to it, nor
+        end before that is through with it."""
+        structure, env = self._g.structure, self._env
+        notice_s = issuing.notice_s(number)
+        waits, n = structure.first, structure.n
+        for step in range(self._repeats):
+            if step:
+                waits = structure.later
+            for position in queue:
+                at = step * n + position
+                if not issuing.begun[at]:
+                    yield issuing.event(at)
+                for other in waits[position]:
+                    other += step * n
+                    if not self._ended[other]:
+                        event = self._awaited.get(other)
+                        if event is None:
+                            event = self._awaited[other] = simpy.Event(env)
+                        yield event
+                    late_s = self.end_s[other] + notice_s[position] - env.now
+                    if late_s > 0:
+                        yield simpy.Timeout(env, late_s)
+                self.start_s[at] = env.now
+                if self._seconds[at] > 0:
+                    yield begin(at, env.now)
+                if issuing.done_s[at] > env.now:
+                    yield simpy.Timeout(env, issuing.done_s[at] - env.now)
+                self.end_s[at] = env.now
+                self._ended[at] = 1
+                issuing.ended(at)
+                if at in self._awaited:
+                    self._awaited.pop(at).succeed(env.now)
+
     def _stalled(self) -> str:
         g, tasks = self._g, in_steps(self._g, self._repeats)
         ended = {t.id for t, over in zip(tasks, self._ended, strict=True) if over}
@@ -226,123 +361,6 @@ class _Run:
             lines.append(line)
         lines.append("Check the order of the tasks in each lane against the edges.")
         return "\n".join(lines)
-
-
-class _Flow:
-    """What runs on a lane: what is left of it, and how fast it goes since when."""
-
-    __slots__ = ("end_s", "ends", "left_s", "since_s", "speed")
-
-    ends: simpy.Event
-
-    def __init__(self) -> None:
-        self.left_s = 0.0  # at `since_s`, in seconds at full speed
-        self.since_s = 0.0
-        self.speed = 0.0
-        self.end_s = math.inf  # if speeds stay as they are
-
-
-class _Fluid:
-    """The tasks that run now, sharing resources.
-
-    Speeds change only when this set does, and it changes only when a task ends: then others
-    begin at the same moment, and once all have, speeds are set and the next end is known.
-    """
-
-    def __init__(
-        self,
-        env: simpy.Environment,
-        cost: CostModel,
-        costs: Sequence[Cost],
-        kinds: Sequence[int],
-        lane_of: Sequence[int],
-    ) -> None:
-        self._env, self._cost, self._costs, self._kinds = env, cost, costs, kinds
-        self._seconds = [c.seconds for c in costs]
-        self._lane_of = lane_of
-        self._now = 0.0
-        # A lane runs one task at a time, so its place tells which; _NONE where it runs none.
-        n_lanes = max(lane_of, default=-1) + 1
-        self._flows = [_Flow() for _ in range(n_lanes)]
-        self._running = [_NONE] * n_lanes
-        self._speeds: dict[tuple[int, ...], list[float]] = {}
-        # Kinds that draw alike go at the same speeds, however long they take.
-        self._draw_of: list[int] = [_NONE] * len(costs)
-        self._draws: dict[tuple[tuple[str, float], ...], int] = {}
-        self._settle_last(0.0)
-
-    def begin(self, at: int, now: float) -> simpy.Event:
-        """Begin a task; the event fires when it is through."""
-        kind, lane = self._kinds[at], self._lane_of[at]
-        draw = self._draw_of[kind]
-        if draw == _NONE:
-            draw = self._draw_of[kind] = self._draw(kind)
-        self._running[lane] = draw
-        flow = self._flows[lane]
-        flow.left_s, flow.since_s, flow.speed = self._seconds[kind], now, 0.0
-        flow.end_s = math.inf
-        flow.ends = event = simpy.Event(self._env)
-        return event
-
-    def _settle_last(self, delay_s: float) -> None:
-        """Settle so much later, when nothing else is left to happen at that moment."""
-        event = simpy.Event(self._env)
-        event._ok, event._value = True, None
-        event.callbacks.append(self._settle)
-        self._env.schedule(event, _AFTER_ALL_ELSE, delay_s)
-
-    def _ended(self, _: simpy.Event) -> None:
-        # The lanes that the end sets going have begun their next tasks by now, unless they
-        # wait for events of this moment that are still to come.
-        if self._env.peek() <= self._env.now:
-            self._settle_last(0.0)
-        else:
-            self._settle()
-
-    def _settle(self, _: simpy.Event | None = None) -> None:
-        """Set all speeds, and let the tasks that end next do so."""
-        now, running = self._now, self._running
-        draws = tuple(running)
-        speeds = self._speeds.get(draws)
-        if speeds is None:
-            speeds = self._speeds[draws] = self._share(draws)
-        following, last = math.inf, []
-        for flow, speed in zip(self._flows, speeds, strict=True):
-            if not speed:
-                continue
-            if speed != flow.speed:  # a task never slowed ends at start + seconds exactly
-                left_s = flow.left_s - flow.speed * (now - flow.since_s)
-                flow.left_s, flow.since_s, flow.speed = max(0.0, left_s), now, speed
-                flow.end_s = now + flow.left_s / speed
-            if flow.end_s < following:
-                following, last = flow.end_s, [flow]
-            elif flow.end_s == following:
-                last.append(flow)
-        if not last:
-            return
-        self._now = following
-        for flow in last:
-            running[self._flows.index(flow)] = _NONE
-            ends = flow.ends
-            ends._ok, ends._value = True, following  # as a Timeout does
-            self._env.schedule(ends, delay=following - now)
-        if len(last) == 1:  # by then all who wait for it have joined its callbacks
-            last[0].ends.callbacks.append(self._ended)
-        else:
-            self._settle_last(following - now)
-
-    def _draw(self, kind: int) -> int:
-        """The number of what a kind of task draws on the resources."""
-        loads = self._cost.loads(self._costs[kind])
-        return self._draws.setdefault(tuple(loads.items()), len(self._draws))
-
-    def _share(self, draws: Sequence[int]) -> list[float]:
-        """The speed of what runs on each lane, 0 where nothing does."""
-        known = list(self._draws)
-        loads = [dict(known[draw]) for draw in draws if draw != _NONE]
-        in_use = {name for load in loads for name in load}
-        speeds = iter(fair_speeds(loads, self._cost.capacities(in_use)))
-        return [0.0 if draw == _NONE else next(speeds) for draw in draws]
 
 
 def _few(ids: Sequence[TaskId], n: int = 4) -> str:

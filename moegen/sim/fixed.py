@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
+from moegen.graph.company import Company
 from moegen.graph.task import Task, TaskId
-from moegen.sim.cost import Cost, CostModel, with_duplex
+from moegen.sim.capacities import NOTHING, Capacities, Duplex, InCompany, InUse
+from moegen.sim.cost import Cost, CostModel
 
 
 class Fixed(CostModel):
@@ -21,6 +25,7 @@ class Fixed(CostModel):
         capacities: Mapping[str, float],
         duplex: float | Mapping[str, float] | None,
         provenance: str,
+        company: Sequence[Company] = (),
     ) -> None:
         self._durations = {
             k: number(v, f"the duration of {k}", at_least=0) for k, v in durations.items()
@@ -34,14 +39,22 @@ class Fixed(CostModel):
         if not asked <= capacities.keys():
             missing = ", ".join(sorted(asked - capacities.keys()))
             raise InvalidInput(f"tasks draw on {missing}, whose capacity is not given")
-        self._full = {name: float(rate) for name, rate in capacities.items()}
-        self._duplex = with_duplex(self._full, _limits(duplex))
+        full = {name: float(rate) for name, rate in capacities.items()}
+        if company and duplex is not None:
+            raise InvalidInput("give duplex or company, not both: each says what copies share")
+        self.company = tuple(company)
+        self._capacities: Capacities = (
+            InCompany(full, self.company) if company else Duplex(full, _limits(duplex))
+        )
 
     def __repr__(self) -> str:
         return f"CostModel.fixed({len(self._durations)} durations)"
 
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
-        return self._duplex if "h2d" in in_use and "d2h" in in_use else self._full
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
+        return self._capacities.of(in_use)
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        return self._capacities.of_many(names, draws)
 
     def estimate(self, task: Task) -> Cost:
         given, drawn = _key(self._durations, task.id), _key(self._demands, task.id)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from moegen.errors import GraphError
 from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.layer import Phase
 from moegen.graph.profile_table import ProfileTable, profiles
-from moegen.graph.task import Lane, Work
+from moegen.graph.task import Lane, Task, TaskId, Work
+from moegen.sim.capacities import InCompany
 from moegen.sim.cost import CostModel, Provenance
-from moegen.sim.roofline import Roofline
+from moegen.sim.roofline import Roofline, bound_work
 
 if TYPE_CHECKING:
     import pandas as pd
+
+# A width worked out from a task's work may miss the one that was measured by so much.
+_ROUNDING = 1e-9
 
 
 class Measured(Roofline):
@@ -30,8 +36,19 @@ class Measured(Roofline):
     point, which is continuous there. Ops without a curve take the roofline. Provenance tells
     which it was (`Provenance`).
 
+    Of several curves of an op those of the task's phase are asked, those of both phases only
+    where there is none, and of these the one nearest to the task: the least sum, over its
+    features, of the logarithm of how many times they are beyond its axis. The first in the table
+    of those that are as near.
+
     Attention was measured on rows of one length: each further run of lengths costs what the
     machine's ``cpu_call_s`` or ``gpu_call_s`` says, where it is known.
+
+    Where the table says what resources give in company (`moegen.graph.company`), sharing rests on
+    that (`moegen.sim.capacities.InCompany`) and not on the machine's ``host_bytes_per_s`` and
+    ``duplex_bytes_per_s``: zero-copy kernels (lanes KV and ACT) then also draw on what such
+    kernels get of the link, and host memory is what CPU attention gets of it, which copies
+    disturb rather than draw on.
 
     Parameters
     ----------
@@ -42,10 +59,23 @@ class Measured(Roofline):
     def __init__(self, table: ProfileTable) -> None:
         super().__init__(table.machine)
         self.table = table
-        self._curves = {op: _Line(curve) for curve in table.curves for op in curve.ops}
+        if table.company:
+            full = self._full | {"host_memory": float(self.hw.cpu_attn_bytes_per_s)}
+            self._capacities = InCompany(full, table.company)
+            self.company = table.company
+        self.latencies = table.latencies
+        lines = [(_Line(curve), curve) for curve in table.curves]
+        self._lines = {
+            (op, phase): _of_phase([pair for pair in lines if op in pair[1].ops], phase)
+            for op in {op for curve in table.curves for op in curve.ops}
+            for phase in get_args(Phase)
+        }
 
     def __repr__(self) -> str:
         return f"CostModel.from_profile({self.hw.name}, measured {self.table.date})"
+
+    def __reduce__(self) -> tuple[type[Measured], tuple[ProfileTable]]:
+        return Measured, (self.table,)  # a sweep's processes read the curves anew
 
     def physical(self) -> CostModel:
         if self.hw.task_s is None:
@@ -63,27 +93,46 @@ class Measured(Roofline):
         ]
         return pd.DataFrame(rows, columns=super().domain().columns)
 
-    def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, Provenance]:
-        curve = self._curves.get(op)
-        if curve is None:
-            return self._physics(lane, work), Provenance.ROOFLINE
+    def spread(self, task: Task) -> float:
+        work = bound_work(task)
+        lines = self._lines.get(task.id[:2])
+        if not lines or work.launches == 0:
+            return 0.0
+        try:
+            return _nearest(lines, work).spread(work)
+        except ZeroDivisionError:
+            raise GraphError(_nothing_of(task.id.op, work)) from None
+
+    def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
+        if not self.table.company:
+            super()._add_memory(demands, lane, work)
+        elif lane is Lane.CPU:
+            if work.host_bytes:
+                demands["host_memory"] = work.host_bytes
+        elif (lane is Lane.KV or lane is Lane.ACT) and (moved := work.h2d_bytes + work.d2h_bytes):
+            demands["zero_copy"] = moved
+
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance, float]:
+        lines = self._lines.get(task[:2])
+        if not lines:
+            return self._physics(lane, work), Provenance.ROOFLINE, 0.0
         further_s = 0.0
         if work.calls > 1:
             call_s = self._cpu_call_s if lane is Lane.CPU else self._gpu_call_s
             further_s = (work.calls - 1) * call_s
             work = replace(work, calls=1)
         try:
-            seconds, provenance, edge = curve.at(work)
+            line = _nearest(lines, work)
+            seconds, provenance, edge = line.at(work)
         except ZeroDivisionError:
-            raise GraphError(
-                f"{op} was measured by {', '.join(FEATURES_OF[op])}, and {work} has none of it"
-            ) from None
-        seconds *= work.launches
+            raise GraphError(_nothing_of(task.op, work)) from None
+        if line.of_one:
+            seconds *= work.launches
         if edge is not None:
             seconds *= self._physics(lane, work) / self._physics(lane, edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return seconds + further_s, provenance
+        return seconds + further_s, provenance, line.issue_s(work)
 
 
 class _Line:
@@ -91,19 +140,51 @@ class _Line:
 
     def __init__(self, curve: Curve) -> None:
         self._features = [(FEATURES[key], values) for key, values in curve.axes.items()]
-        self._seconds = curve.seconds
+        self._seconds, self._spread = curve.seconds, curve.spread
+        #: Whether seconds are those of one kernel, however many are launched.
+        self.of_one = "launches" not in curve.axes
+        self._issue_s = curve.issue_s if self.of_one else curve.issue_s / curve.axes["launches"][0]
+
+    def issue_s(self, work: Work) -> float:
+        """What the issuing thread takes for all that ``work`` launches."""
+        return self._issue_s * work.launches
+
+    def distance(self, work: Work) -> float:
+        """How far ``work`` is beyond the grid: 0 within it."""
+        far = 0.0
+        for feature, values in self._features:
+            value = feature.of(work)
+            if value < values[0]:
+                far += math.log(values[0] / value)
+            elif value > values[-1]:
+                far += math.log(value / values[-1])
+        return far
 
     def at(self, work: Work) -> tuple[float, Provenance, Work | None]:
-        """Seconds of one kernel of ``work``, their provenance, and where the grid ends.
+        """Seconds at ``work``, their provenance, and where the grid ends.
 
         The last is the work nearest to ``work`` that is within the grid, None if it is itself.
         """
+        places, edge, exact = self._places(work)
+        seconds = _read(self._seconds, places, 0)
+        if edge is not None:
+            return seconds, Provenance.EXTRAPOLATED, edge
+        return seconds, Provenance.MEASURED if exact else Provenance.INTERPOLATED, None
+
+    def spread(self, work: Work) -> float:
+        """The relative standard deviation at ``work``, or where the grid ends before it."""
+        if self._spread is None:
+            return 0.0
+        return _read(self._spread, self._places(work)[0], 0)
+
+    def _places(self, work: Work) -> tuple[list[tuple[int, float]], Work | None, bool]:
+        """Where ``work`` is in each axis, the work at the grid's edge, and if it is a point."""
         places: list[tuple[int, float]] = []
         exact, edge = True, None
         for feature, values in self._features:
             value = feature.of(work)
             nearest = min(max(value, values[0]), values[-1])
-            if nearest != value:
+            if abs(nearest - value) > _ROUNDING * nearest:
                 edge = feature.scaled(edge or work, nearest / value)
             i = bisect_left(values, nearest)
             if values[i] == nearest:
@@ -112,10 +193,28 @@ class _Line:
                 below = values[i - 1]
                 places.append((i - 1, (nearest - below) / (values[i] - below)))
                 exact = False
-        seconds = _read(self._seconds, places, 0)
-        if edge is not None:
-            return seconds, Provenance.EXTRAPOLATED, edge
-        return seconds, Provenance.MEASURED if exact else Provenance.INTERPOLATED, None
+        return places, edge, exact
+
+
+def _of_phase(pairs: Sequence[tuple[_Line, Curve]], phase: str) -> tuple[_Line, ...]:
+    own = tuple(line for line, curve in pairs if curve.phase == phase)
+    return own or tuple(line for line, curve in pairs if curve.phase is None)
+
+
+def _nearest(lines: Sequence[_Line], work: Work) -> _Line:
+    """The first of the lines that are least far from ``work``."""
+    best, least = lines[0], math.inf
+    for line in lines if len(lines) > 1 else ():
+        far = line.distance(work)
+        if far < least:
+            best, least = line, far
+            if not far:
+                break
+    return best
+
+
+def _nothing_of(op: str, work: Work) -> str:
+    return f"{op} was measured by {', '.join(FEATURES_OF[op])}, and {work} has none of it"
 
 
 def _read(grid: Sequence[Any], places: Sequence[tuple[int, float]], axis: int) -> float:
@@ -131,8 +230,9 @@ def _read(grid: Sequence[Any], places: Sequence[tuple[int, float]], axis: int) -
         if share == 0:
             return low
         high = _read(grid[i + 1], places, axis + 1)
+    between = low + share * (high - low)
     # Rounding must not carry a point beyond its neighbour.
-    return min(low + share * (high - low), high)
+    return min(between, high) if high >= low else max(between, high)
 
 
 def read_table(

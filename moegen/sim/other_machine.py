@@ -65,7 +65,9 @@ class OtherMachine(Scaled):
             name: units * _ratio(after.demands.get(name), before.demands.get(name))
             for name, units in cost.demands.items()
         }
-        return Cost(cost.seconds * after.seconds / before.seconds, cost.provenance, demands)
+        return Cost(
+            cost.seconds * after.seconds / before.seconds, cost.provenance, demands, cost.issue_s
+        )
 
     def capacities(self, *running: Any) -> Mapping[str, float]:
         given = self.of.capacities(*running)

@@ -18,7 +18,7 @@ from moegen.errors import DeadlockError
 from moegen.graph.model import Phase
 from moegen.sim.cost import RESOURCES, CostModel
 from moegen.sim.pieces import AT, KINDS, LANES, Pieces
-from moegen.sim.rough import bounds_s
+from moegen.sim.rough import bounds_s, company_s
 from moegen.sim.sharing import ROUNDING, fair_speeds_of_many
 
 # More groups of experts, or micro-batches, than this are taken several at a time, as so many.
@@ -155,8 +155,14 @@ def periods_s(p: Pieces, cost: CostModel, phase: Phase, shared: bool = True) -> 
         Whether tasks that run at the same time share resources; see ``simulate``.
     """
     # Slots for many layers fill for longer than layers are run: what binds in the end is asked too.
-    bounds = bounds_s(p, cost, phase).items()
-    bound = np.maximum.reduce([s for name, s in bounds if shared or name.startswith("lane")])
+    bounds = [
+        part_s
+        for name, part_s in bounds_s(p, cost, phase).items()
+        if shared or name.startswith("lane")
+    ]
+    if shared:
+        bounds += company_s(p, cost, phase)
+    bound = np.maximum.reduce(bounds)
     p = coarse(p)
     period_s = np.empty(len(p))
     tasks = 2 * p.groups + p.parts * (2 if phase == "decode" else 4)
@@ -220,19 +226,18 @@ class _Batch:
             ends[i] = gpu_ends
         self.kind, self.need, self.ends = kind, need, ends[which]
         self.which, self.stamps = which, list(distinct)
-        # What only one lane draws on is never short.
+        # What only one lane draws on is never short, unless it gives less beside another's.
         drawn: np.ndarray = np.any(p.draws, axis=0)
         lanes = [drawn[[AT[kind] for kind in kinds], :].any(axis=0) for kinds in LANES.values()]
-        used = np.flatnonzero(np.sum(lanes, axis=0) > 1) if shared else np.zeros(0, dtype=int)
+        of_lanes = np.sum(lanes, axis=0)
+        named = {name for entry in cost.company for name in (entry.resource, entry.beside)}
+        least = np.array([0 if name in named else 1 for name in RESOURCES])
+        used = np.flatnonzero(of_lanes > least) if shared else np.zeros(0, dtype=int)
         # By strategy, then by kind of the first layer of the pattern, the second, ...
         self.seconds = np.moveaxis(p.seconds[:, :, some], 2, 0).reshape(len(some), -1)
         loads = np.moveaxis(p.loads[:, :, used][..., some], 3, 0)
         self.loads = loads.reshape(len(some), self.seconds.shape[1], len(used))
-        names = [RESOURCES[r] for r in used.tolist()]
-        alone, both = cost.capacities(()), cost.capacities(("h2d", "d2h"))
-        self.alone = np.array([alone.get(name, np.inf) for name in names])
-        self.both = np.array([both.get(name, np.inf) for name in names])
-        self.link = [i for i, name in enumerate(names) if name in ("h2d", "d2h")]
+        self.cost, self.names = cost, [RESOURCES[r] for r in used.tolist()]
 
     def run(self) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of a layer, and how much longer it takes from one step to the next."""
@@ -252,6 +257,7 @@ class _Batch:
         need = self.need.reshape(-1, 5)
         base = (which[:, None] * 5 + lanes) * longest
         seconds, loads, ends = self.seconds, self.loads, self.ends
+        cost, names = self.cost, self.names
         while len(live):
             task = base + done
             ready = ~running & (need[task] <= done[:, None, :]).all(axis=2)
@@ -261,7 +267,7 @@ class _Batch:
                 left[row, lane] = seconds[row, here]
                 draws[row, lane] = loads[row, here]
                 running[row, lane] = True
-            speed = self._speeds(draws)
+            speed = fair_speeds_of_many(draws, cost.capacities_of_many(names, draws))
             to_go = np.where(running, left / speed, np.inf)
             step = to_go.min(axis=1)
             if not np.isfinite(step).all():
@@ -284,14 +290,6 @@ class _Batch:
         first_s, next_s = np.diff(at_s, axis=1).T
         # Slots that fill between the steps save nothing: they are as full as that in a long run.
         return first_s / of.paced, np.maximum(0.0, next_s - first_s)
-
-    def _speeds(self, draws: np.ndarray) -> np.ndarray:
-        """Fair speeds of the tasks that run now, shape [strategies, lanes]."""
-        if len(self.link) < 2:
-            return fair_speeds_of_many(draws, self.alone)
-        used: np.ndarray = np.any(draws[:, :, self.link], axis=1)
-        duplex = used[:, :1] & used[:, 1:]
-        return fair_speeds_of_many(draws, np.where(duplex, self.both, self.alone))
 
 
 @lru_cache(maxsize=4096)

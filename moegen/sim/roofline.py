@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.task import Lane, Task, Work
-from moegen.sim.cost import Cost, CostModel, Provenance, with_duplex
+from moegen.graph.task import Lane, Task, TaskId, Work
+from moegen.sim.capacities import NOTHING, Capacities, Duplex, InUse
+from moegen.sim.cost import Cost, CostModel, Provenance
 
 # A task of so many times the host code's own time hides it.
 _HIDES = 4
@@ -37,16 +40,19 @@ class Roofline(CostModel):
         if not isinstance(hw, HardwareSpec):
             raise InvalidInput(f"hw must be a HardwareSpec, got {hw!r}")
         self.hw = hw
-        self._full = {
+        full = {
             "gpu": 1.0,
             "h2d": float(hw.h2d_bytes_per_s),
             "d2h": float(hw.d2h_bytes_per_s),
+            "zero_copy": float(hw.zero_copy_bytes_per_s),
             "host_memory": float(hw.host_bytes_per_s),
             "cpu": 1.0,
             "issue": 1.0,
         }
         down = hw.duplex_d2h_bytes_per_s or hw.duplex_bytes_per_s
-        self._both = with_duplex(self._full, {"h2d": hw.duplex_bytes_per_s, "d2h": down})
+        duplex = Duplex(full, {"h2d": hw.duplex_bytes_per_s, "d2h": down})
+        self._full, self._both = duplex.full, duplex.both
+        self._capacities: Capacities = duplex
         self._copy_floor_s = hw.copy_floor_s or 0.0
         self._issue_s = hw.task_s or 0.0
         self._cpu_call_s = hw.cpu_call_s or 0.0
@@ -55,22 +61,20 @@ class Roofline(CostModel):
     def __repr__(self) -> str:
         return f"CostModel.roofline({self.hw.name})"
 
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
-        return self._both if "h2d" in in_use and "d2h" in in_use else self._full
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
+        return self._capacities.of(in_use)
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        return self._capacities.of_many(names, draws)
 
     def physical(self) -> CostModel:
         return self if self.hw.task_s is None else Roofline(replace(self.hw, task_s=None))
 
     def estimate(self, task: Task) -> Cost:
-        work, lane = task.work, task.lane
-        if work is None:
-            raise GraphError(
-                f"{task.id} has no work yet, so it has no cost: give the graph a shape with "
-                f"g.bind(shape), or build it with kv_len= or prompt_len="
-            )
+        work, lane = bound_work(task), task.lane
         if work.launches == 0:
             return _NOTHING
-        seconds, provenance = self._alone(task.id.op, lane, work)
+        seconds, provenance, issue_s = self._alone(task.id, lane, work)
         demands: dict[str, float] = {}
         if seconds < _HIDES * self._issue_s:
             # A longer task is issued while the one before it runs, and slows nobody.
@@ -80,18 +84,23 @@ class Roofline(CostModel):
             demands["h2d"] = work.h2d_bytes
         if work.d2h_bytes:
             demands["d2h"] = work.d2h_bytes
-        host_bytes = work.host_bytes + work.h2d_bytes + work.d2h_bytes
-        if host_bytes:
-            demands["host_memory"] = host_bytes
+        self._add_memory(demands, lane, work)
         if lane is Lane.GPU:
             demands["gpu"] = seconds
         elif lane is Lane.CPU:
             demands["cpu"] = seconds
-        return Cost(seconds, provenance, demands)
+        return Cost(seconds, provenance, demands, issue_s)
 
-    def _alone(self, op: str, lane: Lane, work: Work) -> tuple[float, Provenance]:
-        """Seconds on the machine, the executor's host code left out, and their provenance."""
-        return self._physics(lane, work), Provenance.ROOFLINE
+    def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
+        """What copies and the CPU's attention draw on host memory: all of their bytes."""
+        host_bytes = work.host_bytes + work.h2d_bytes + work.d2h_bytes
+        if host_bytes:
+            demands["host_memory"] = host_bytes
+
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance, float]:
+        """Seconds on the machine, the executor's host code left out, and their provenance; and
+        what the issuing thread takes, where it is known of this task by itself."""
+        return self._physics(lane, work), Provenance.ROOFLINE, 0.0
 
     def _physics(self, lane: Lane, work: Work) -> float:
         """Seconds by the rates of the machine."""
@@ -122,6 +131,16 @@ class Roofline(CostModel):
             up, down = min(up, most), min(down, most)
         host_bytes = work.host_bytes + work.h2d_bytes + work.d2h_bytes
         return max(work.h2d_bytes / up, work.d2h_bytes / down, host_bytes / link["host_memory"])
+
+
+def bound_work(task: Task) -> Work:
+    """The work of a task; GraphError if it has none yet."""
+    if task.work is None:
+        raise GraphError(
+            f"{task.id} has no work yet, so it has no cost: give the graph a shape with "
+            f"g.bind(shape), or build it with kv_len= or prompt_len="
+        )
+    return task.work
 
 
 _NOTHING = Cost(0.0, Provenance.ROOFLINE)

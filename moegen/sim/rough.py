@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,27 +45,15 @@ def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
     -------
     dict of str to ndarray, shape [strategies]
     """
-    n = counts(p, phase)
-    seconds = p.seconds.mean(axis=0)
-    # Layers ahead attend too; their weights are a task of its own.
-    n[AT["copy_ahead"]] = 1 / p.repeats
-    for kind in _ATTENDS:
-        n[AT[kind]] = n[AT[kind]] * (1 + p.ahead / p.repeats)
+    n, seconds = _of_all_layers(p, phase), p.seconds.mean(axis=0)
     busy_s = [count * each for count, each in zip(n, seconds, strict=True)]
     parts: dict[str, Any] = {
         f"lane {lane}": sum(busy_s[AT[kind]] for kind in (*kinds, *BETWEEN.get(lane, ())))
         for lane, kinds in LANES.items()
     }
-    layers = len(p.seconds)
-    capacities = cost.capacities(())
-    demands: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
-    for i, k, r in np.argwhere(p.draws):
-        demands[RESOURCES[r]] = demands[RESOURCES[r]] + (
-            n[k] * p.seconds[i, k] * p.loads[i, k, r] / layers
-        )
-    for name, capacity in capacities.items():
-        if name in demands and name != "issue":  # the executor's, not the machine's
-            parts[f"resource {name}"] = demands[name] / capacity
+    for name, capacity in cost.capacities().items():
+        if name in RESOURCES and name != "issue":  # the executor's, not the machine's
+            parts[f"resource {name}"] = _demand(p, n, name) / capacity
 
     def of(kind: str) -> np.ndarray:
         return seconds[AT[kind]]
@@ -83,12 +72,46 @@ def bounds_s(p: Pieces, cost: CostModel, phase: Phase) -> dict[str, np.ndarray]:
     return {name: p.repeats * part * np.ones(len(p)) for name, part in parts.items()}
 
 
+def company_s(p: Pieces, cost: CostModel, phase: Phase) -> Iterator[np.ndarray]:
+    """Lower bounds on a step's period by resources that give less in company.
+
+    A resource r that has x seconds of work alone, and another one b that others draw y seconds of
+    theirs from: r is idle for as long as b is in use, or loses its share of that time. Hence a
+    step takes at least ``x + (1 - share) * y``, or the y that it takes anyway.
+    """
+    n, capacities = _of_all_layers(p, phase), cost.capacities()
+    for entry in cost.company:
+        own_s = _demand(p, n, entry.resource) / capacities[entry.resource]
+        other_s = _demand(p, n, entry.beside, but=entry.resource) / capacities[entry.beside]
+        yield p.repeats * (own_s > 0) * (own_s + (1 - entry.share) * other_s)
+
+
+def _of_all_layers(p: Pieces, phase: Phase) -> list[Any]:
+    """How many tasks of each kind there are, for each of the layers after those ahead."""
+    n = counts(p, phase)
+    # Layers ahead attend too; their weights are a task of its own.
+    n[AT["copy_ahead"]] = 1 / p.repeats
+    for kind in _ATTENDS:
+        n[AT[kind]] = n[AT[kind]] * (1 + p.ahead / p.repeats)
+    return n
+
+
+def _demand(p: Pieces, n: list[Any], name: str, but: str | None = None) -> np.ndarray:
+    """Units of a resource that a layer's tasks use up, those left out that draw on ``but``."""
+    r, units = RESOURCES.index(name), np.zeros(len(p))
+    for i, k in np.argwhere(p.draws[:, :, r]):
+        if but is None or not p.draws[i, k, RESOURCES.index(but)]:
+            units = units + n[k] * p.seconds[i, k] * p.loads[i, k, r]
+    return units / len(p.seconds)
+
+
 def roughly_s(p: Pieces, cost: CostModel, phase: Phase) -> np.ndarray:
     """A rough period of a repeated step; shape [strategies].
 
-    The greatest of the bounds and of what one layer's tasks take one after the other where slots
-    let nothing more go on beside them: micro-batches whose KV found no slot during the experts
-    before, and experts that found none during attention.
+    The greatest of the bounds, of what resources take that give less in company, and of what one
+    layer's tasks take one after the other where slots let nothing more go on beside them:
+    micro-batches whose KV found no slot during the experts before, and experts that found none
+    during attention.
     """
     seconds = p.seconds.mean(axis=0)
 
@@ -111,6 +134,6 @@ def roughly_s(p: Pieces, cost: CostModel, phase: Phase) -> np.ndarray:
     beyond = np.where(p.routed, groups, np.maximum(0, groups - slots)) * each + 2 * product
     products = of("shared") + p.resident * of("resident") + groups * product
     layer = attends + of("route") + of("copy_counts") + np.maximum(products, beyond) + of("combine")
-    bound = np.maximum.reduce(list(bounds_s(p, cost, phase).values()))
+    bound = np.maximum.reduce([*bounds_s(p, cost, phase).values(), *company_s(p, cost, phase)])
     between = sum(p.seconds[0, AT[kind]] for kind in ("leave", "turn", "enter"))
     return between + np.maximum(bound, p.repeats * layer)

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from moegen.sim.cost import CostModel
 
 #: Loads that add up to a capacity may exceed it by rounding: that is no contention.
 ROUNDING = 1e-12
 # Levels of resources that share tasks settle in as many rounds as there are resources where
 # tasks draw alike on them, as copies do on link and memory; else geometrically.
 _ROUNDS = 200
+
+
+def speeds_of(loads: Sequence[Mapping[str, float]], cost: CostModel) -> list[float]:
+    """How fast tasks go that run together on the machine of ``cost``.
+
+    Parameters
+    ----------
+    loads : sequence of mapping
+        What each draws at full speed, as ``cost.loads`` gives it.
+    cost : CostModel
+        Gives the capacities.
+
+    Returns
+    -------
+    list of float
+        One speed in (0, 1] a task.
+    """
+    names = {name for load in loads for name in load}
+    in_use = {name: [load.get(name, 0.0) for load in loads] for name in names}
+    return fair_speeds(loads, cost.capacities(in_use))
 
 
 def fair_speeds(

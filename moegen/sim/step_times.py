@@ -8,7 +8,7 @@ is left out, to a step of a model that has the other layers and a few of the rep
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ from moegen.graph.residency import residency
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Lane, Task, TaskGraph, Work
+from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
 
@@ -223,11 +224,12 @@ class _FewCost(CostModel):
     def __init__(self, cost: CostModel, few: _Few) -> None:
         self._cost, self._few = cost, few
         self.by_work = cost.by_work
+        self.company = cost.company
 
     def __repr__(self) -> str:
         return repr(self._cost)
 
-    def capacities(self, in_use: Collection[str] = ()) -> Mapping[str, float]:
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
         return self._cost.capacities(in_use)
 
     def estimate(self, task: Task) -> Cost:
@@ -242,4 +244,4 @@ class _FewCost(CostModel):
         if times == 1.0:
             return cost
         demands = {name: units * times for name, units in cost.demands.items()}
-        return Cost(cost.seconds * times, cost.provenance, demands)
+        return Cost(cost.seconds * times, cost.provenance, demands, cost.issue_s * times)

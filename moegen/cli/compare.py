@@ -1,0 +1,144 @@
+"""``moegen compare``: predicted against measured, and why they differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import moegen as mg
+from moegen.cli.console import print_json, say
+from moegen.cli.flags import Json, machine, naming, require_writable
+from moegen.errors import InvalidInput
+from moegen.graph.profile_table import profiles
+
+
+def compare(
+    timelines: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[SIM] REAL",
+            show_default=False,
+            help="Timelines of one graph: the predicted one, then the measured one. With --profile "
+            "or --hw only the measured one.",
+        ),
+    ],
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="NAME|FILE",
+            help="Predict what was measured from this table of measurements: one that ships with "
+            "moegen, such as h200, or a file.",
+        ),
+    ] = None,
+    hw: Annotated[
+        str | None,
+        typer.Option(
+            "--hw",
+            metavar="NAME|FILE",
+            help="Predict what was measured from this machine's rates: see moegen plan --help.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Write both times of every task here."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the error in its parts, and the ops."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write a trace of both here, to open in https://ui.perfetto.dev.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how wrong a prediction was: by operation, by lane, by resource, and why.
+
+    Prints predicted and measured time of a step with the error of each operation, lane and part
+    of the machine, and splits the error of the whole step into what tasks cost, what scheduling
+    and contention did, and overhead that nothing explains; the three sum to it.
+
+    moegen run and bench save what they measured with --timeline, moegen simulate what it
+    predicted. With --profile or --hw in the place of SIM each measured step is predicted on what
+    it really worked on.
+
+    Examples::
+
+        moegen compare real.json --profile h200
+        moegen compare predicted.json real.json --plot error.png --trace both.json
+    """
+    for flag, path in (("--csv", csv), ("--plot", plot), ("--trace", trace)):
+        require_writable(flag, path)
+    cost = _cost(profile, hw)
+    if len(timelines) > 2:
+        raise InvalidInput(f"two timelines are compared, and {len(timelines)} files are given")
+    *before, real = timelines
+    if cost is None and not before:
+        raise InvalidInput(
+            f"what is {real} to be compared with? Give the predicted timeline before it, or "
+            f"--profile or --hw to predict what it measured"
+        )
+    if cost is not None and before:
+        flag = "--hw" if profile is None else "--profile"
+        raise InvalidInput(
+            f"{flag} stands in the place of the predicted timeline: drop {before[0]}"
+        )
+    if plot is not None:
+        _require_picture(plot)
+    predicted = _load(before[0]) if cost is None else cost
+    measured = _load(real)
+    result = mg.compare(predicted, measured)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print(result)
+    if csv is not None:
+        with csv.open("w", encoding="utf-8", newline="") as file:
+            result.to_frame().to_csv(file, index=False)
+        say(f"Tasks: {csv}")
+    if plot is not None:
+        figure = result.plot()[0].get_figure(root=True)
+        assert figure is not None
+        figure.savefig(plot, dpi=150)
+        say(f"Picture: {plot}")
+    if trace is not None:
+        result.to_perfetto(trace)
+        say(f"Trace: {trace}")
+
+
+def _load(path: Path) -> mg.Timeline:
+    try:
+        return mg.Timeline.load(path)
+    except InvalidInput as error:
+        if str(path) in str(error):
+            raise
+        raise InvalidInput(f"{path}: {error}") from error
+
+
+def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:
+    if profile is not None and hw is not None:
+        raise InvalidInput("--profile and --hw both say what to predict from: drop one")
+    if profile is not None:
+        if profile not in profiles() and not Path(profile).is_file():
+            raise InvalidInput(
+                f"--profile: {profile!r} is no file, and none of {', '.join(profiles())}"
+            )
+        with naming("--profile"):
+            # Who names a table for a run that may be of any machine means it.
+            return mg.CostModel.from_profile(profile, allow_mismatch=True)
+    return None if hw is None else mg.CostModel.roofline(machine(hw))
+
+
+def _require_picture(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise InvalidInput(f"--plot: {path} is no kind of picture: {', '.join(sorted(kinds))}")

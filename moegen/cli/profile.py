@@ -1,0 +1,77 @@
+"""``moegen profile``: measure this machine, kernel by kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import moegen as mg
+from moegen.cli.console import patience, print_json, say, warn
+from moegen.cli.flags import Device, DtypeName, Json, require_writable
+from moegen.errors import InvalidInput
+
+
+def profile(
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="FILE", help="Where the table goes."),
+    ],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL]...",
+            help="Whose widths to measure: catalogue names, folders or config.json. "
+            "Unless given, mixtral-8x7b and deepseek-v2-lite on CUDA, the demo's on CPU lanes.",
+        ),
+    ] = None,
+    device: Device = None,
+    dtype: Annotated[
+        DtypeName | None,
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="Of weights and KV: bfloat16 on CUDA, float32 on CPU lanes, unless given.",
+        ),
+    ] = None,
+    budget: Annotated[
+        float,
+        typer.Option(
+            "--seconds", min=10, metavar="N", help="It may take so long; the rest is left out."
+        ),
+    ] = 110,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine: kernels and copies by size, and lanes beside one another.
+
+    In under two minutes it runs every operation by itself, as `moegen run` runs it, on a few
+    made-up layers of each MODEL. Plans and predictions that read the file rest on what was
+    measured; beyond it on rates, and they say so.
+
+    Examples::
+
+        moegen profile -o here.json
+        moegen profile mixtral-8x7b deepseek-v2 -o h200.json
+        moegen plan mixtral-8x7b --profile here.json --workload gsm8k
+    """
+    require_writable("--output", output)
+    if output.is_dir():
+        raise InvalidInput(f"--output: {output} is a folder: name a file")
+    notes: list[str] = []
+    with patience("measuring this machine"):
+        table = mg.profile(
+            models or None,
+            device=device,
+            dtype=dtype,
+            budget_s=budget,
+            on_progress=lambda what: say(f"  {what}"),
+            notes=notes,
+        )
+    table.save(output)
+    warn(notes)
+    if as_json:
+        print_json({"output": str(output), "curves": len(table.curves), "notes": notes})
+        return
+    say(f"{len(table.curves)} curves of {table.machine.gpu_name} and {table.machine.cpu_name}")
+    say(f"written to {output}")

@@ -1,0 +1,136 @@
+"""What lanes take from each other: how fast each is while another is at work all the time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import NamedTuple
+
+import torch
+
+from moegen.exec import rates
+from moegen.exec.attention import CpuDecode
+from moegen.exec.decode_attention import cpu_decode
+from moegen.exec.lanes import forget_gpu_memory
+from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.timing import Bench, Work
+from moegen.exec.transfer import Transfer, transfer_for
+from moegen.graph.company import Company
+from moegen.graph.detect import cores
+from moegen.graph.task import Lane
+
+_SPAN_S = 0.2
+_BULK_BYTES = 64 << 20
+# A layer's new rows, as prefill writes them down.
+_SCATTERED_ROWS, _WIDTH = 4096, 2048
+_TOKENS = 2048  # of a product
+
+
+class _Busy(NamedTuple):
+    """Work of one lane, what it moves at a time, and what it draws on."""
+
+    lane: Lane
+    work: Work
+    nbytes: int
+    resource: str
+
+
+# Who is measured beside whom: the resource that is slowed, and the one in full use.
+PAIRS = (
+    ("h2d", "host_memory"),
+    ("host_memory", "h2d"),
+    ("host_memory", "zero_copy"),
+    ("zero_copy", "host_memory"),
+    ("h2d", "d2h"),
+    ("d2h", "h2d"),
+    ("gpu", "h2d"),
+    ("h2d", "gpu"),
+    ("gpu", "zero_copy"),
+    ("zero_copy", "gpu"),
+    ("gpu", "d2h"),
+    ("d2h", "gpu"),
+    ("gpu", "host_memory"),
+    ("host_memory", "gpu"),
+)
+
+
+def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
+    """Shares of its speed that each lane keeps beside another, for the pairs that meet.
+
+    The copy engine and the gather of KV rows use one link: what both together move, of what the
+    copy engine moves alone, is the share of ``h2d`` beside ``zero_copy``.
+    """
+    data = host_buffer(rates.LINK_BYTES)
+    data.zero_()
+    pins = Pins()
+    on_gpu = device.type == "cuda"
+    problem = pins.register([data]) if on_gpu else None
+    threads = max(1, cores() - 1) if on_gpu else torch.get_num_threads()
+    try:
+        with Bench(device) as bench, closing(cpu_decode(threads)) as decode:
+            transfer = transfer_for(device, pinned=problem is None)
+            busy = {x.resource: x for x in _works(data, device, dtype, transfer, decode)}
+            return _pairs(bench, busy)
+    finally:
+        if on_gpu:
+            pins.unregister()
+            forget_gpu_memory(device)
+
+
+def _pairs(bench: Bench, busy: dict[str, _Busy]) -> list[Company]:
+    def seconds(x: _Busy, beside: _Busy | None = None) -> float:
+        other = None if beside is None else (beside.lane, beside.work)
+        spans = sorted(bench.spans(x.lane, x.work, beside=other, span_s=_SPAN_S))
+        return spans[len(spans) // 2]
+
+    alone = {name: seconds(x) for name, x in busy.items()}
+    found = []
+    for slowed, beside in PAIRS:
+        x, y = busy[slowed], busy[beside]
+        share = min(1.0, alone[slowed] / seconds(x, y))
+        how = f"measured: {x.lane} beside {y.lane}, both always at work, against {x.lane} alone"
+        found.append(Company(slowed, beside, share, how))
+    up, gather = busy["h2d"], busy["zero_copy"]
+    both = up.nbytes / seconds(up, gather) + gather.nbytes / seconds(gather, up)
+    share = min(1.0, both * alone["h2d"] / up.nbytes)
+    how = "measured: copy engine and gather together, against the copy engine alone"
+    return [*found, Company("h2d", "zero_copy", share, how)]
+
+
+def _works(
+    data: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    transfer: Transfer,
+    decode: CpuDecode,
+) -> Iterable[_Busy]:
+    """One work for each resource, as a run draws on it."""
+    up = _bulk(data, device, transfer)
+    yield _Busy(Lane.BULK, up, _BULK_BYTES, "h2d")
+    work, nbytes = rates.gather(transfer, data, dtype, device)
+    yield _Busy(Lane.KV, work, nbytes, "zero_copy")
+    work, nbytes = _scatter(data, device, dtype, transfer)
+    yield _Busy(Lane.ACT, work, nbytes, "d2h")
+    attend, nbytes = rates.grouped(max(32, 8 * decode.threads), dtype, decode)
+    yield _Busy(Lane.CPU, attend, nbytes, "host_memory")
+    on_gpu = device.type == "cuda"
+    hidden, width, tokens = (4096, 14336, _TOKENS) if on_gpu else (768, 1024, 64)
+    products = rates.Products(dtype, device, hidden, width)
+    yield _Busy(Lane.GPU, products.over(tokens), 0, "gpu")
+
+
+def _bulk(data: torch.Tensor, device: torch.device, transfer: Transfer) -> Callable[[], None]:
+    slots = itertools.cycle(torch.zeros(2, _BULK_BYTES, dtype=torch.uint8, device=device))
+    pieces = itertools.cycle(data[: len(data) // _BULK_BYTES * _BULK_BYTES].split(_BULK_BYTES))
+    return lambda: transfer.bulk(next(slots), next(pieces))
+
+
+def _scatter(
+    data: torch.Tensor, device: torch.device, dtype: torch.dtype, transfer: Transfer
+) -> tuple[Work, int]:
+    store = data.view(dtype)[: len(data) // dtype.itemsize // _WIDTH * _WIDTH].view(-1, _WIDTH)
+    rows = min(_SCATTERED_ROWS, len(store))
+    new = rates.noise((rows, _WIDTH), dtype, device)
+    index = torch.randperm(len(store))[:rows].to(device)
+    return lambda: transfer.scatter(store, new, index), new.nbytes

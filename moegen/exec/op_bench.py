@@ -1,0 +1,161 @@
+"""Timing the ops of a graph by themselves: the kernels, buffers and streams of a run, one task
+at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from moegen.exec.issue import Times
+from moegen.exec.program import Machinery, Program
+from moegen.exec.runner import Runner
+from moegen.exec.step import Step
+from moegen.exec.synthetic import MadeUp
+from moegen.exec.timing import Bench, Work
+from moegen.graph.shape import Sizes
+from moegen.graph.task import Lane, Task, TaskGraph
+
+# The first step compiles kernels, the second finds every slot filled; then host code is timed.
+_PRIMING_STEPS = 4
+# KV that no cache holds, made up as several sets of rows.
+_UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
+
+
+class Timed(NamedTuple):
+    """What a task took by itself.
+
+    Attributes
+    ----------
+    task : Task
+        With its work.
+    seconds : float
+        The median of the runs.
+    spread : float
+        Half of what lies between the 16th and the 84th percentile, over the median: the
+        standard deviation, where runs differ by chance.
+    issue_s : float
+        What the issuing thread took to hand it over, in a run.
+    """
+
+    task: Task
+    seconds: float
+    spread: float
+    issue_s: float = 0.0
+
+
+def timed(task: Task, spans: Sequence[float], issue_s: float = 0.0) -> Timed:
+    """What a task took, by the seconds of each of its runs."""
+    low, middle, high = np.quantile(spans, [0.16, 0.5, 0.84]).tolist()
+    middle = max(middle, 1e-9)
+    return Timed(task, middle, (high - low) / 2 / middle, issue_s)
+
+
+class OpBench:
+    """The tasks of a graph, each ready to be run over and over.
+
+    The graph has run before, so kernels are compiled and slots hold what they hold in a run.
+    Tokens are routed evenly, so that what a task works on is what the graph says.
+
+    Parameters
+    ----------
+    g : TaskGraph
+        Of one step, with a shape.
+    made : MadeUp
+        Its rows.
+    bench : Bench
+        The lanes to run on.
+    """
+
+    def __init__(self, g: TaskGraph, made: MadeUp, bench: Bench) -> None:
+        self.graph, self.bench = g, bench
+        steps: list[Step] = []
+
+        def source(_: Program, index: int) -> Step | None:
+            if index == _PRIMING_STEPS:
+                return None
+            steps.append(made.step())
+            return steps[-1]
+
+        self._program = made.program(source)
+        records: dict[int, list[Times]] = {}
+        Runner(g, self._program, made.machinery.device, on_records=records.__setitem__).run()
+        self.records = [t for index, times in records.items() if index > 1 for t in times]
+        self._step, self._index = steps[-1], _PRIMING_STEPS - 1
+        self._others = made.steps()
+        self._route_evenly()
+
+    def tasks(self, op: str) -> list[Task]:
+        """The graph's tasks of an op that have something to do."""
+        return [t for t in self.graph if t.id.op == op and t.work is not None and not t.work.empty]
+
+    def work(self, tasks: Sequence[Task]) -> Callable[[], None]:
+        """What runs one of ``tasks`` after the other, each call the next."""
+        turn = itertools.cycle(tasks)
+        if tasks[0].lane is Lane.CPU:
+            # What a cache holds would be read too fast: each time other rows.
+            steps = itertools.cycle(self._others)
+            return lambda: self._program.run(next(turn), self._index, next(steps))
+        return lambda: self._program.run(next(turn), self._index, self._step)
+
+    def time(self, op: str, span_s: float, heat: Work | None = None) -> list[Timed]:
+        """Each kind of an op's tasks, timed for about ``span_s``.
+
+        Tasks of one kind take turns: they read other weights each time, as in a run. ``heat``
+        is computed between them: a GPU that has much to compute does so at a lower clock.
+        """
+        kinds: dict[object, list[Task]] = {}
+        for t in self.tasks(op):
+            kinds.setdefault(t.work, []).append(t)
+        found = []
+        for tasks in kinds.values():
+            on_gpu = tasks[0].lane is Lane.GPU
+            spans = self.bench.spans(
+                tasks[0].lane,
+                self.work(tasks),
+                span_s=span_s,
+                between=heat if on_gpu else None,
+                queued=True,
+            )
+            found.append(timed(tasks[0], spans, self._issue_s(tasks)))
+        return found
+
+    def _issue_s(self, tasks: Sequence[Task]) -> float:
+        """The median of what handing one of these over took in the run."""
+        ids = {t.id for t in tasks}
+        taken = [t.issued_s - t.issue_s for t in self.records if t.task._replace(step=0) in ids]
+        return float(np.median(taken)) if taken else 0.0
+
+    def _route_evenly(self) -> None:
+        """Let experts have the tokens that the graph's work counts on."""
+        p, shape = self._program, self.graph.shape
+        assert shape is not None
+        counts = self._even_counts()
+        self._step.counts.clear()
+        self._step.counts.update(counts)
+        self._step.forget_places()
+        if not counts:
+            return
+        ends = np.cumsum(next(iter(counts.values())))
+        to = p.scratch.expert_ends[: len(ends)]
+        to.copy_(p.scratch.expert_ends.new_tensor(ends.tolist()))
+
+    def _even_counts(self) -> dict[int, list[int]]:
+        assert self.graph.shape is not None
+        sizes = Sizes(self.graph, self.graph.shape)
+        layers = sizes.model.moe_layers
+        return {layer: list(sizes.expert_tokens(layer)) for layer in layers}
+
+
+@contextmanager
+def op_bench(g: TaskGraph, machinery: Machinery, bench: Bench) -> Iterator[OpBench]:
+    """An `OpBench` on made-up rows, whose memory is given back at the end."""
+    assert g.shape is not None
+    tokens = sum(g.shape.past) + g.shape.tokens
+    nbytes = tokens * machinery.family.spec.kv_bytes_per_token
+    sets = min(_MOST_SETS, -(-_UNCACHED_BYTES // max(1, nbytes))) if g.phase == "decode" else 1
+    with MadeUp(g, machinery, sets) as made:
+        yield OpBench(g, made, bench)

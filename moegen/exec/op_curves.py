@@ -1,0 +1,90 @@
+"""From ops timed one by one to the curves of a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moegen.exec.op_bench import Timed
+from moegen.graph.curve import Curve
+from moegen.graph.features import FEATURES, FEATURES_OF
+
+# What crosses the link does so alike in both phases. Computed is with other kernels in part, and
+# at another clock: prefill has a GPU busy all the time.
+_BY_PHASE = frozenset(
+    {"embed", "pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine"}
+)
+# Ops that follow their second feature too from one value to another: how long rows are. For the
+# others it is the width of a model's matrices, and each width has a curve of its own.
+_TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
+
+_At = tuple[float, ...]
+_Value = tuple[float, float, float]  # seconds, spread, seconds of the issuing thread
+_Found = dict[_At, _Value]
+
+
+def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
+    """Curves of everything that was timed; what was timed at one point twice counts as its mean.
+
+    Parameters
+    ----------
+    timed : iterable of Timed
+    source : str
+        How it was measured.
+    """
+    by_op: dict[tuple[str, str | None], dict[_At, list[_Value]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for t in timed:
+        op, work = t.task.id.op, t.task.work
+        assert work is not None
+        at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
+        phase = t.task.id.phase if op in _BY_PHASE else None
+        n = 1 if "launches" in FEATURES_OF[op] else work.launches
+        by_op[op, phase][at].append((t.seconds / n, t.spread, t.issue_s / n))
+    found = []
+    for (op, phase), points in by_op.items():
+        means = {at: _mean(several) for at, several in points.items()}
+        found += [_curve(op, phase, source, grid) for grid in _grids(op, means)]
+    return found
+
+
+def _mean(several: Sequence[_Value]) -> _Value:
+    seconds, spread, issue_s = np.mean(several, axis=0).tolist()
+    return seconds, spread, issue_s
+
+
+def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
+    """Points that are the whole of a grid, all together all of them."""
+    rows: dict[_At, _Found] = defaultdict(dict)
+    for at, value in sorted(points.items()):
+        rows[at[1:]][at] = value
+    if op not in _TWO_WAYS:
+        return list(rows.values())
+    # Rows of a grid have the same first values, and differ in the second alone.
+    alike: dict[tuple[_At, ...], _Found] = defaultdict(dict)
+    for rest, row in rows.items():
+        alike[tuple(at[0] for at in row), rest[1:]] |= row
+    return list(alike.values())
+
+
+def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
+    names = FEATURES_OF[op]
+    axes = [sorted({at[i] for at in points}) for i in range(len(names))]
+    seconds, spread = np.empty((2, *map(len, axes)))
+    for at, (s, r, _) in points.items():
+        place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
+        seconds[place], spread[place] = s, r
+    seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
+    return Curve(
+        ops=(op,),
+        axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},
+        seconds=tuple(seconds.tolist()),
+        source=source,
+        phase=phase,
+        spread=tuple(spread.tolist()),
+        issue_s=float(np.median([issue_s for _, _, issue_s in points.values()])),
+    )

@@ -1,0 +1,122 @@
+"""Which sizes of which ops a profile measures, as graphs of a few layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+from moegen.graph.build import build
+from moegen.graph.model import ModelSpec
+from moegen.graph.sound_waves import PART_TOKENS, expert_group
+from moegen.graph.strategy import Strategy
+from moegen.graph.task import TaskGraph
+
+# Layers of which no cache holds the dense weights; more would only take longer to make up.
+_DENSE_BYTES, _MOST_BYTES = 128 << 20, 8 << 30
+# What an op's time depends on: tokens of matrix products, rows and context of attention.
+_DECODE_ROWS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
+_DECODE_CONTEXT = 16
+_ATTENTION_ROWS = (1, 8, 64, 256)
+_ATTENTION_CONTEXTS = (64, 512, 1536)
+_WAVE_TOKENS = (64, 256, 1024, 4096, 16384, 65536)
+_PROMPT = 64
+# Prompts of a micro-batch by length, and tokens of all of them.
+_ATTENDED = {n: (512, 2048, 8192, 16384) for n in (16, 128, 512)}
+_ATTENDED |= {n: (8192, 16384) for n in (2048, 8192)}
+
+PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")
+DECODE_OPS = (
+    "copy_rows", "embed", *PRODUCTS, "send_qkv", "recv_attn", "append_kv", "copy_counts",
+    "copy_dense", "copy_expert", "lm_head", "sample", "copy_tokens",
+)  # fmt: skip
+ATTENTION_OPS = ("fetch_kv", "attn_gpu", "attn_cpu")
+PREFILL_OPS = ("embed", "pre_attn", "append_kv", "post_attn", "route", "shared_expert",
+               "dense_mlp", "expert", "combine")  # fmt: skip
+
+
+class Point(NamedTuple):
+    """A graph, and the ops of it to time.
+
+    ``grid`` names the points that belong together: once one of them has taken too long, those
+    that are as large are left out.
+    """
+
+    graph: TaskGraph
+    ops: tuple[str, ...]
+    grid: str
+
+    @property
+    def size(self) -> int:
+        """Tokens of all rows."""
+        shape = self.graph.shape
+        return sum(shape.past) + shape.tokens if shape is not None else 0
+
+
+def profiled_layers(model: ModelSpec) -> ModelSpec:
+    """The first layers of a model: one of each class, and enough that caches do not hold them."""
+    classes = {layer.name for layer in model.layers}
+    n = next(
+        n for n in range(1, model.n_layers + 1) if {x.name for x in model.layers[:n]} == classes
+    )
+    dense = [layer.dense_bytes for layer in model.layers]
+    whole = [layer.weight_bytes for layer in model.layers]
+    while n < model.n_layers and sum(dense[:n]) < _DENSE_BYTES and sum(whole[:n]) < _MOST_BYTES:
+        n += 1
+    return model.with_(n_layers=n)
+
+
+def strategy(model: ModelSpec, rows: int, part: int, omega: float, group: int) -> Strategy:
+    """Nothing stays on the GPU, and a layer's experts have a slot each."""
+    n = max(layer.n_experts for layer in model.layers)
+    return Strategy(
+        B=rows,
+        b_a=part,
+        b_e=max(_WAVE_TOKENS),
+        s_expert=n * model.expert_bytes,
+        omega=omega,
+        expert_group=group,
+    )
+
+
+def points(model: ModelSpec) -> Iterator[Point]:
+    """What to measure: the grids take turns, small sizes first, so that time that runs out is
+    missed by all of them alike.
+
+    Parameters
+    ----------
+    model : ModelSpec
+        Of few layers.
+    """
+    grids: dict[str, list[Point]] = {}
+    for point in _points(model):
+        grids.setdefault(point.grid, []).append(point)
+    for turn in zip_longest(*grids.values()):
+        yield from (point for point in turn if point is not None)
+
+
+def _points(model: ModelSpec) -> Iterator[Point]:
+    group = expert_group(model)
+    for rows in _DECODE_ROWS:
+        s = strategy(model, rows, rows, 0.5 if rows > 1 else 0.0, group)
+        yield Point(build(model, s, kv_len=_DECODE_CONTEXT), DECODE_OPS, "decode")
+    if group > 1:  # one by one too
+        for rows in _DECODE_ROWS:
+            s = strategy(model, rows, rows, 0.5, 1)
+            g = build(model, s, kv_len=_DECODE_CONTEXT)
+            yield Point(g, ("copy_expert", "expert"), "decode, single experts")
+    for context in _ATTENTION_CONTEXTS:
+        for rows in _ATTENTION_ROWS:
+            s = strategy(model, 2 * rows, rows, 0.5, group)
+            yield Point(build(model, s, kv_len=context - 1), ATTENTION_OPS, "attention")
+    for tokens in _WAVE_TOKENS:
+        rows, part = tokens // _PROMPT, max(1, min(tokens, PART_TOKENS) // _PROMPT)
+        s = strategy(model, rows, part, 0.0, group)
+        yield Point(build(model, s, "prefill", prompt_len=_PROMPT), PREFILL_OPS, "prefill")
+    for prompt, tokens_of in _ATTENDED.items():
+        if prompt > model.max_context:
+            break
+        for tokens in tokens_of:
+            s = strategy(model, tokens // prompt, tokens // prompt, 0.0, group)
+            g = build(model, s, "prefill", prompt_len=prompt)
+            yield Point(g, ("attn_prefill",), f"prompts of {prompt}")

@@ -1,0 +1,264 @@
+"""The full profile: this machine's kernels and copies, op by op, as the table that a cost model
+reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from moegen.errors import InvalidInput
+from moegen.exec import rates
+from moegen.exec.bulk import bulk_copies
+from moegen.exec.company import company
+from moegen.exec.engine import Engine
+from moegen.exec.lanes import forget_gpu_memory, pick_device
+from moegen.exec.op_bench import Timed, op_bench
+from moegen.exec.op_curves import curves
+from moegen.exec.op_points import Point, points, profiled_layers
+from moegen.exec.profile import machine_profile
+from moegen.exec.program import Machinery
+from moegen.exec.timing import Bench
+from moegen.graph.curve import Curve
+from moegen.graph.hardware import HardwareSpec
+from moegen.graph.model import ModelSpec
+from moegen.graph.profile_table import DTYPES, ProfileTable
+
+#: Whose widths are measured unless others are named.
+CUDA_MODELS = ("mixtral-8x7b", "deepseek-v2-lite")
+# The demo's: SmolLM2-135M, its MLP in every expert.
+_DEMO = {
+    "model_type": "mixtral",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 8192,
+    "rope_theta": 100000.0,
+}
+#: Seconds that a profile takes at most, about.
+BUDGET_S = 110.0
+# What one measurement lasts, and what a task may take before larger ones are left out.
+_SPAN_S, _LONGEST_S = 0.04, 0.25
+# For company and the quick rates.
+_REST_S = 15.0
+_PACKAGES = ("torch", "triton")
+
+Say = Callable[[str], None]
+
+
+def measure_table(
+    models: Sequence[ModelSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    budget_s: float = BUDGET_S,
+    say: Say = lambda _: None,
+    notes: list[str] | None = None,
+) -> ProfileTable:
+    """Measure this machine's kernels and copies at the widths of some models.
+
+    Every op is run by itself as an executor runs it, on the lane that it belongs to, over a grid
+    of tokens, of rows and context, or of bytes; then lanes beside one another. What takes longer
+    than a quarter of a second is not measured at larger sizes, which then follow the roofline.
+
+    Parameters
+    ----------
+    models : sequence of ModelSpec
+        Whose widths; a few layers of each are made up.
+    device : torch.device
+    dtype : torch.dtype
+        Of weights and KV.
+    budget_s : float
+        Points that would begin later are left out, and noted.
+    say : callable
+        Hears what is being measured.
+    notes : list of str, optional
+        Gets a line for everything that was left out.
+
+    Raises
+    ------
+    InvalidInput
+        If there is no model, or none of a family that can be run.
+    Infeasible
+        If host memory cannot hold the layers.
+    """
+    if not models:
+        raise InvalidInput("a profile needs a model whose widths to measure: name at least one")
+    began, notes = time.perf_counter(), [] if notes is None else notes
+    say("rates of the machine")
+    machine = machine_profile(device, dtype, notes=notes)
+    say("copies by size")
+    sizes = list(bulk_copies(device, _SPAN_S))
+    found: list[Curve] = []
+    last_s = began + budget_s - _REST_S
+    for i, whole in enumerate(models):
+        now = time.perf_counter()
+        until_s = now + max(0.0, last_s - now) / (len(models) - i)
+        model = profiled_layers(whole.with_(dtype=rates.dtype_name(dtype)))
+        say(f"{whole.name}, {model.n_layers} layers")
+        with Engine.random(
+            model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
+        ) as engine:
+            timed = [*sizes, *_timed(engine.machinery, model, until_s, notes)]
+            kind = engine.cpu_attention
+        source = f"measured: the executor's kernels at the widths of {whole.name}, {kind}"
+        found += curves(timed, source)
+        sizes = []  # in the first model's curves, with the sizes of its own weights
+    say("lanes beside one another")
+    beside = company(device, dtype)
+    if device.type == "cuda":
+        forget_gpu_memory(device)
+    return ProfileTable(
+        machine=_as_fast_as_seen(machine, found),
+        date=time.strftime("%Y-%m-%d"),
+        versions=_versions(),
+        dtype=rates.dtype_name(dtype),
+        curves=tuple(_distinct(found)),
+        peaks={},
+        company=tuple(beside),
+    )
+
+
+def demo_widths() -> ModelSpec:
+    """A model of the demo checkpoint's widths."""
+    return ModelSpec.from_config(_DEMO, "demo-moe")
+
+
+def _timed(
+    machinery: Machinery, model: ModelSpec, until_s: float, notes: list[str]
+) -> Iterator[Timed]:
+    slow: dict[str, int] = {}  # by grid: from which size on it takes too long
+    late: list[Point] = []
+    with Bench(machinery.device) as bench:
+        for point in points(model):
+            if point.size >= slow.get(point.grid, point.size + 1):
+                continue
+            if time.perf_counter() > until_s:
+                late.append(point)
+                continue
+            try:
+                with op_bench(point.graph, machinery, bench) as ops:
+                    for op in point.ops:
+                        for timed in ops.time(op, _SPAN_S):
+                            if timed.seconds > _LONGEST_S:
+                                slow[point.grid] = point.size
+                            yield timed
+            except torch.OutOfMemoryError:
+                slow[point.grid] = point.size
+                notes.append(
+                    f"{model.name}: {point.grid} of {point.size} tokens does not fit the GPU's "
+                    f"memory, and larger ones were left out"
+                )
+    if late:
+        grids = ", ".join(dict.fromkeys(p.grid for p in late))
+        notes.append(
+            f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
+            f"roofline goes on from what was measured"
+        )
+
+
+def _distinct(found: Sequence[Curve]) -> list[Curve]:
+    """One curve of each op, phase and place: of models that share a width, the first."""
+    seen: set[Any] = set()
+    kept = []
+    for c in found:
+        key = c.ops, c.phase, tuple(tuple(v) for v in c.axes.values())
+        if key not in seen:
+            seen.add(key)
+            kept.append(c)
+    return kept
+
+
+def _as_fast_as_seen(machine: HardwareSpec, found: Sequence[Curve]) -> HardwareSpec:
+    """The machine, its arithmetic as fast as the fastest kernel that was measured."""
+    best = machine.gpu_flops
+    for c in found:
+        if "flops_per_token" not in c.axes:
+            continue
+        for _, at, seconds in c.points():
+            best = max(best, at["tokens"] * at["flops_per_token"] / seconds)
+    if best == machine.gpu_flops:
+        return machine
+    share = machine.gpu_flops / best
+    efficiency = tuple((n, e * share) for n, e in machine.gpu_efficiency)
+    how = "measured: the fastest kernel of the profile"
+    source = dict(machine.source) | {"gpu_flops": how}
+    return replace(machine, gpu_flops=best, gpu_efficiency=efficiency, source=source)
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for package in _PACKAGES[1:]:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def profile(
+    models: Sequence[ModelSpec | str] | ModelSpec | str | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    budget_s: float = BUDGET_S,
+    on_progress: Say = lambda _: None,
+    notes: list[str] | None = None,
+) -> ProfileTable:
+    """Measure this machine: the table that `CostModel.from_profile` reads.
+
+    Kernels over tokens, rows and context, copies and zero-copy by size and direction, and what
+    lanes take from each other: everything that plans and predictions for this machine rest on.
+
+    Parameters
+    ----------
+    models : ModelSpec, str or several of them, optional
+        Whose widths to measure, by name, folder or spec. mixtral-8x7b and deepseek-v2-lite on
+        CUDA; on CPU lanes a Mixtral of the demo's widths.
+    device : {"cpu", "cuda"}, optional
+        CUDA if there is one.
+    dtype : {"float32", "bfloat16", "float16"}, optional
+        bfloat16 on CUDA, float32 on CPU lanes.
+    budget_s : float
+        Seconds it may take, about. What there is no time for is left out, and noted.
+    on_progress : callable
+        Hears in words what is being measured.
+    notes : list of str, optional
+        Gets a line for everything that was left out.
+
+    Returns
+    -------
+    ProfileTable
+        ``save`` it to a file.
+
+    Raises
+    ------
+    InvalidInput
+        If a model or dtype is unknown, or a model is of a family that cannot be run.
+    Infeasible
+        If host memory cannot hold a few layers of a model.
+    MachineError
+        If the device cannot be used.
+    """
+    on = pick_device(device)
+    if models is None:
+        models = CUDA_MODELS if on.type == "cuda" else (demo_widths(),)
+    elif isinstance(models, (str, ModelSpec)):
+        models = (models,)
+    specs = [m if isinstance(m, ModelSpec) else ModelSpec.from_pretrained(m) for m in models]
+    name = dtype or ("bfloat16" if on.type == "cuda" else "float32")
+    if name not in DTYPES:
+        raise InvalidInput(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return measure_table(
+        specs, on, getattr(torch, name), budget_s=budget_s, say=on_progress, notes=notes
+    )

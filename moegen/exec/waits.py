@@ -1,0 +1,42 @@
+"""How long it takes to notice an end, from the times of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from moegen.exec.issue import Times
+from moegen.graph.latencies import Latencies
+
+# From which op's end to which op, and whether to when that is issued or to when it starts.
+_PAIRS = {
+    "gpu_to_host_s": ("copy_counts", "expert", "issue_s"),
+    "cpu_to_host_s": ("attn_cpu", "recv_attn", "issue_s"),
+    "gpu_to_cpu_s": ("send_qkv", "attn_cpu", "start_s"),
+}
+
+
+def latencies(records: Iterable[Sequence[Times]]) -> Latencies:
+    """The median of each, over runs; 0 where nothing tells.
+
+    Parameters
+    ----------
+    records : iterable of sequence of Times
+        Of runs of decode steps.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in _PAIRS}
+    for times in records:
+        for name, (before, after, what) in _PAIRS.items():
+            ends = {_place(t): t.end_s for t in times if t.task.op == before}
+            firsts: dict[tuple[int, int], float] = {}
+            for t in times:
+                if t.task.op == after:
+                    at = _place(t)
+                    firsts[at] = min(getattr(t, what), firsts.get(at, np.inf))
+            taken[name] += [max(0.0, firsts[at] - ends[at]) for at in firsts.keys() & ends.keys()]
+    return Latencies(**{k: float(np.median(v)) if v else 0.0 for k, v in taken.items()})
+
+
+def _place(t: Times) -> tuple[int, int]:
+    return t.task.step, t.task.layer

@@ -1,0 +1,181 @@
+"""Tasks that run at the same time and share resources, as flows of changing speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import simpy
+from simpy.events import EventPriority
+
+from moegen.sim.cost import Cost, CostModel
+from moegen.sim.sharing import speeds_of
+
+# Of events at one moment simpy takes those of low numbers first: 0 urgent, 1 normal.
+_AFTER_ALL_ELSE = EventPriority(2)
+_NONE = -1
+
+
+class _Flow:
+    """What runs on a lane: what is left of it, and how fast it goes since when."""
+
+    __slots__ = ("end_s", "ends", "left_s", "since_s", "speed")
+
+    ends: simpy.Event
+
+    def __init__(self) -> None:
+        self.left_s = 0.0  # at `since_s`, in seconds at full speed
+        self.since_s = 0.0
+        self.speed = 0.0
+        self.end_s = math.inf  # if speeds stay as they are
+
+
+class Fluid:
+    """The tasks that run now, sharing resources.
+
+    Speeds change only when this set does, and it changes only when a task ends: then others
+    begin at the same moment, and once all have, speeds are set and the next end is known.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        cost: CostModel,
+        costs: Sequence[Cost],
+        kinds: Sequence[int],
+        seconds: Sequence[float],
+        lane_of: Sequence[int],
+    ) -> None:
+        self._env, self._cost, self._costs, self._kinds = env, cost, costs, kinds
+        self._seconds = seconds
+        self._lane_of = lane_of
+        self._now = 0.0
+        # A lane runs one task at a time, so its place tells which; _NONE where it runs none.
+        n_lanes = max(lane_of, default=-1) + 1
+        self._flows = [_Flow() for _ in range(n_lanes)]
+        self._running = [_NONE] * n_lanes
+        self._speeds: dict[tuple[int, ...], list[float]] = {}
+        # Kinds that draw alike go at the same speeds, however long they take.
+        self._draw_of: list[int] = [_NONE] * len(costs)
+        self._draws: dict[tuple[tuple[str, float], ...], int] = {}
+        self._settle_last(0.0)
+
+    def begin(self, at: int, now: float) -> simpy.Event:
+        """Begin a task; the event fires when it is through."""
+        kind, lane = self._kinds[at], self._lane_of[at]
+        draw = self._draw_of[kind]
+        if draw == _NONE:
+            draw = self._draw_of[kind] = self._draw(kind)
+        self._running[lane] = draw
+        flow = self._flows[lane]
+        flow.left_s, flow.since_s, flow.speed = self._seconds[at], now, 0.0
+        flow.end_s = math.inf
+        flow.ends = event = simpy.Event(self._env)
+        return event
+
+    def _settle_last(self, delay_s: float) -> None:
+        """Settle so much later, when nothing else is left to happen at that moment."""
+        event = simpy.Event(self._env)
+        event._ok, event._value = True, None
+        event.callbacks.append(self._settle)
+        self._env.schedule(event, _AFTER_ALL_ELSE, delay_s)
+
+    def _ended(self, _: simpy.Event) -> None:
+        # The lanes that the end sets going have begun their next tasks by now, unless they
+        # wait for events of this moment that are still to come.
+        if self._env.peek() <= self._env.now:
+            self._settle_last(0.0)
+        else:
+            self._settle()
+
+    def _settle(self, _: simpy.Event | None = None) -> None:
+        """Set all speeds, and let the tasks that end next do so."""
+        now = self._now
+        following, last = self._next_ends(now)
+        if not last:
+            return
+        self._now = following
+        for flow in last:
+            self._running[self._flows.index(flow)] = _NONE
+            ends = flow.ends
+            ends._ok, ends._value = True, following  # as a Timeout does
+            self._env.schedule(ends, delay=following - now)
+        if len(last) == 1:  # by then all who wait for it have joined its callbacks
+            last[0].ends.callbacks.append(self._ended)
+        else:
+            self._settle_last(following - now)
+
+    def _next_ends(self, now: float) -> tuple[float, list[_Flow]]:
+        """Set all speeds: when the next end is, if they stay, and whose it is."""
+        draws = tuple(self._running)
+        speeds = self._speeds.get(draws)
+        if speeds is None:
+            speeds = self._speeds[draws] = self._share(draws)
+        following, last = math.inf, []
+        for flow, speed in zip(self._flows, speeds, strict=True):
+            if not speed:
+                continue
+            if speed != flow.speed:  # a task never slowed ends at start + seconds exactly
+                left_s = flow.left_s - flow.speed * (now - flow.since_s)
+                flow.left_s, flow.since_s, flow.speed = max(0.0, left_s), now, speed
+                flow.end_s = now + flow.left_s / speed
+            if flow.end_s < following:
+                following, last = flow.end_s, [flow]
+            elif flow.end_s == following:
+                last.append(flow)
+        return following, last
+
+    def _draw(self, kind: int) -> int:
+        """The number of what a kind of task draws on the resources."""
+        loads = self._cost.loads(self._costs[kind])
+        return self._draws.setdefault(tuple(loads.items()), len(self._draws))
+
+    def _share(self, draws: Sequence[int]) -> list[float]:
+        """The speed of what runs on each lane, 0 where nothing does."""
+        known = list(self._draws)
+        loads = [dict(known[draw]) for draw in draws if draw != _NONE]
+        speeds = iter(speeds_of(loads, self._cost))
+        return [0.0 if draw == _NONE else next(speeds) for draw in draws]
+
+
+class InterruptibleFluid(Fluid):
+    """The same where tasks may begin at any moment, and not only when another ends.
+
+    Who begins changes the speeds of all, so an end that was foreseen may come at another time.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self._version = 0
+        self._asked_at = math.nan
+        super().__init__(*args)
+
+    def begin(self, at: int, now: float) -> simpy.Event:
+        event = super().begin(at, now)
+        self._ask()
+        return event
+
+    def _ask(self) -> None:
+        """Settle at this moment, once."""
+        if self._asked_at != self._env.now:
+            self._asked_at = self._env.now
+            self._settle_last(0.0)
+
+    def _settle(self, _: simpy.Event | None = None) -> None:
+        self._asked_at = math.nan
+        now = self._env.now
+        following, last = self._next_ends(now)
+        self._version += 1
+        if not last:
+            return
+        version = self._version
+        wake = simpy.Timeout(self._env, max(0.0, following - now))
+        wake.callbacks.append(lambda _: self._end(version, last))  # type: ignore[union-attr]
+
+    def _end(self, version: int, last: Sequence[_Flow]) -> None:
+        if version != self._version:
+            return  # somebody has begun since
+        for flow in last:
+            self._running[self._flows.index(flow)] = _NONE
+            flow.ends.succeed(self._env.now)
+        self._ask()

@@ -1,0 +1,127 @@
+"""``moegen compare``: from files of timelines to tables, a picture and a trace."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import matplotlib
+import pytest
+from small_models import mixtral
+
+import moegen as mg
+from moegen.cli import main
+from moegen.timeline import Timeline
+
+matplotlib.use("agg")
+S = mg.Strategy(B=4, b_a=2, b_e=8, omega=0.5)
+
+
+def _main(capsys, *words) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(word) for word in words])
+    said = capsys.readouterr()
+    return int(exit_.value.code or 0), said.out, said.err
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A prediction, and what was measured: a run of a machine with a slower link."""
+    graph = mg.build(mixtral(), S, phase="decode", kv_len=20)
+    hw = mg.HardwareSpec.from_name("h200")
+    mg.simulate(graph, mg.CostModel.roofline(hw), steps=4).save(tmp_path / "sim.json")
+    slow = mg.CostModel.roofline(hw.with_(copy_latency_s=1e-3))
+    shapes = [mg.Shape.uniform(4, n, 1) for n in (19, 20, 21, 22)]
+    run = mg.simulate(graph, slow, shapes=shapes)
+    meta = {"shapes": [s.to_dict() for s in shapes]}
+    Timeline(graph, run.ids, run.start_s, run.end_s, source="measured", meta=meta).save(
+        tmp_path / "real.json"
+    )
+    return tmp_path
+
+
+def test_it_prints_what_the_python_api_says(files, capsys):
+    sim, real = Timeline.load(files / "sim.json"), Timeline.load(files / "real.json")
+    code, out, err = _main(capsys, "compare", files / "sim.json", files / "real.json")
+    assert (code, out, err) == (0, f"{mg.compare(sim, real)}\n", "")
+    assert "task cost" in out and "copy_expert" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "cost"),
+    [
+        (("--profile", "h200"), lambda: mg.CostModel.from_profile("h200")),
+        (("--hw", "c2"), lambda: mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))),
+    ],
+)
+def test_a_machine_stands_in_the_place_of_a_prediction(files, capsys, flags, cost):
+    code, out, _ = _main(capsys, "compare", files / "real.json", *flags, "--json")
+    expected = mg.compare(cost(), Timeline.load(files / "real.json")).to_dict()
+    assert code == 0 and json.loads(out) == json.loads(json.dumps(expected))
+    assert expected["parts"][0]["seconds"] != 0
+
+
+def test_a_profile_of_any_machine_is_taken_as_meant(files, capsys):
+    from moegen.graph.profile_table import CATALOGUE
+
+    mine = files / "mine.json"
+    mine.write_text((CATALOGUE / "h200.json").read_text())
+    code, by_file, _ = _main(capsys, "compare", files / "real.json", "--profile", mine)
+    assert code == 0
+    assert by_file == _main(capsys, "compare", files / "real.json", "--profile", "h200")[1]
+
+
+def test_files_for_tables_pictures_and_traces(files, capsys):
+    names = {"--csv": "tasks.csv", "--plot": "error.png", "--trace": "both.json"}
+    flags = [word for flag, name in names.items() for word in (flag, files / name)]
+    code, _, err = _main(capsys, "compare", files / "sim.json", files / "real.json", *flags)
+    assert code == 0 and all(name in err for name in names.values())
+    real = Timeline.load(files / "real.json")
+    with (files / "tasks.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["op"], int(r["step"])) for r in rows] == [(i.op, i.step) for i in real.ids]
+    assert (files / "error.png").stat().st_size > 10_000
+    events = json.loads((files / "both.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == 2 * len(real)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("real.json",), "real.json to be compared with? Give the predicted timeline before it"),
+        (("real.json", "sim.json"), "the first timeline is the measured one"),
+        (("sim.json", "real.json", "real.json"), "two timelines are compared, and 3 files"),
+        (("sim.json", "real.json", "--hw", "c2"), "--hw stands in the place of the predicted"),
+        (("real.json", "--hw", "c2", "--profile", "h200"), "drop one"),
+        (("real.json", "--profile", "h20"), "--profile: 'h20' is no file, and none of h200"),
+        (("real.json", "--hw", "c4"), "--hw: 'c4' is no file"),
+        (("none.json", "real.json"), "moegen: cannot read the timeline none.json: No such file"),
+        (("graph.json", "real.json"), "graph.json: not a timeline"),
+        (("text.txt", "real.json"), "text.txt is not JSON"),
+        (("other.json", "real.json"), "the timelines are of different graphs"),
+        (("sim.json", "real.json", "--plot", "e.doc"), "--plot: e.doc is no kind of picture"),
+        (("sim.json", "real.json", "--csv", "no/t.csv"), "--csv: no is no folder"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(files, capsys, monkeypatch, words, reason):
+    monkeypatch.chdir(files)
+    Timeline.load("sim.json").graph.to_json("graph.json")
+    (files / "text.txt").write_text("hello")
+    graph = mg.build(mixtral(), mg.Strategy(B=4, b_a=4, b_e=8), phase="decode", kv_len=20)
+    cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("h200"))
+    mg.simulate(graph, cost).save("other.json")
+    code, out, err = _main(capsys, "compare", *words)
+    assert (code, out) == (2, "") and reason in err and "Traceback" not in err
+
+
+def test_simulate_saves_what_compare_reads(files, capsys, monkeypatch):
+    monkeypatch.chdir(files)
+    point = "mixtral-8x7b --hw c2 --B 64 --b-a 64"
+    code, out, _ = _main(capsys, *f"simulate {point} --timeline one.json --json".split())
+    run = Timeline.load("one.json")
+    assert code == 0 and run.period_s == json.loads(out)["period_s"] and run.cost is not None
+    _main(capsys, *f"simulate {point} --gen-len 512 --timeline two.json".split())
+    code, out, _ = _main(capsys, "compare", "one.json", "two.json", "--json")
+    result = json.loads(out)
+    # Longer answers: the KV to fetch is what costs more.
+    assert code == 0 and result["error"] < 0 and result["task_cost"][0]["op"] == "fetch_kv"
