@@ -10,7 +10,7 @@ import numpy as np
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.checks import number
-from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.graph.task import Edge, Task, TaskGraph, TaskId
 from moegen.sim.corrected import Scaled
 from moegen.sim.cost import Cost, CostModel, Provenance
 from moegen.sim.engine import simulate
@@ -148,14 +148,15 @@ def delayed_periods_s(
 def with_delays(g: TaskGraph, op: str) -> TaskGraph:
     """``g`` with a task before each task of ``op``, on its lane, that waits for what it does."""
     tasks: list[Task] = []
-    edges = list(g.edges)
+    edges: list[Edge] = []
     for t in g:
         if t.id.op == op and has_work(t):
             before = _before(t.id)
             tasks.append(Task(before, t.lane))
             edges += [e._replace(dst=before) for e in g.preds[t.id]]
         tasks.append(t)
-    return replace(g, tasks=tuple(tasks), edges=tuple(edges))
+    # Its edges first: where it stands before the task that begins a step, it begins the step.
+    return replace(g, tasks=tuple(tasks), edges=(*edges, *g.edges))
 
 
 class Delayed(Scaled):
