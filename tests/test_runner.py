@@ -299,7 +299,7 @@ def test_every_edge_is_kept_in_every_step(seed):
     assert kernels.bound == list(range(steps + 1))
     assert sorted(records) == list(range(steps))
     for index in range(steps):
-        assert {i._replace(step=0) for i, _, _ in records[index]} == {t.id for t in graph}
+        assert {t.task._replace(step=0) for t in records[index]} == {t.id for t in graph}
         for e in graph.edges:
             if index >= e.reason.distance:
                 ended = kernels.notes[e.src, index - e.reason.distance][1]

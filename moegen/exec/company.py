@@ -21,9 +21,10 @@ from moegen.graph.detect import cores
 from moegen.graph.task import Lane
 
 _SPAN_S = 0.2
+# Each work is long enough that a lane is at it all the time, whatever launching it takes.
 _BULK_BYTES = 64 << 20
-# A layer's new rows, as prefill writes them down.
-_SCATTERED_ROWS, _WIDTH = 4096, 2048
+_GATHERED_TOKENS = 1024  # of each of 32 rows
+_SCATTERED_ROWS, _WIDTH = 16384, 2048
 _TOKENS = 2048  # of a product
 
 
@@ -108,7 +109,9 @@ def _works(
     """One work for each resource, as a run draws on it."""
     up = _bulk(data, device, transfer)
     yield _Busy(Lane.BULK, up, _BULK_BYTES, "h2d")
-    work, nbytes = rates.gather(transfer, data, dtype, device)
+    # On CPU lanes a work goes through the same memory many times sooner.
+    tokens = _GATHERED_TOKENS if device.type == "cuda" else 128
+    work, nbytes = rates.gather(transfer, data, dtype, device, tokens)
     yield _Busy(Lane.KV, work, nbytes, "zero_copy")
     work, nbytes = _scatter(data, device, dtype, transfer)
     yield _Busy(Lane.ACT, work, nbytes, "d2h")

@@ -86,5 +86,11 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
-        issue_s=float(np.median([issue_s for _, _, issue_s in points.values()])),
+        issue_s=_issue_s([issue_s for _, _, issue_s in points.values()]),
     )
+
+
+def _issue_s(of_points: Sequence[float]) -> float:
+    """The median of those that were timed: copies of sizes that no weights have were not."""
+    known = [issue_s for issue_s in of_points if issue_s > 0]
+    return float(np.median(known)) if known else 0.0

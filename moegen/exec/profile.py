@@ -30,7 +30,7 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 
-FORMAT = 6
+FORMAT = 7
 # Not every machine has these.
 OPTIONAL = {"duplex_bytes_per_s", "cpu_call_s", "gpu_call_s"}
 #: What a profile holds; capacities and names are `detect`'s.

@@ -35,6 +35,8 @@ _FLOOR_RUNS = 100
 LONGEST_S = 0.25  # of a product: beyond it the curve stays flat
 LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _UNCACHED_BYTES = 96 << 20
+# Of KV: more than the caches of a server's processor hold.
+_UNCACHED_KV_BYTES = 1 << 30
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
 LATENT_HEADS, LATENT, ROPE, LATENT_CONTEXT = 128, 512, 64, 128
@@ -137,9 +139,9 @@ def cpu_attention(
 def grouped(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, int]:
     """Decode attention of ``rows`` rows, each time others, and the bytes of their KV."""
     shape = DecodeShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, False, HEAD_DIM**-0.5)
-    sets = -(-32 // rows)  # no cache holds 32 rows
-    attend = _attention(shape, rows, CONTEXT, sets, dtype, decode)
-    return attend, rows * CONTEXT * shape.kv_width * dtype.itemsize
+    nbytes = rows * CONTEXT * shape.kv_width * dtype.itemsize
+    attend = _attention(shape, rows, CONTEXT, -(-_UNCACHED_KV_BYTES // nbytes), dtype, decode)
+    return attend, nbytes
 
 
 def latent(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, float]:
@@ -200,10 +202,10 @@ def _attention(
 
 
 def gather(
-    transfer: Transfer, store: Tensor, dtype: torch.dtype, device: torch.device
+    transfer: Transfer, store: Tensor, dtype: torch.dtype, device: torch.device, tokens: int = 128
 ) -> tuple[Work, int]:
-    """A fetch of KV rows from ``store``, bytes of host memory, and the bytes it moves."""
-    width, tokens, rows = 1024, 128, 32
+    """A fetch of 32 rows of KV from ``store``, bytes of host memory, and the bytes it moves."""
+    width, rows = 1024, 32
     kv = store.view(dtype)[: len(store) // dtype.itemsize // width * width].view(-1, width)
     slot = torch.empty(rows * tokens, width, dtype=dtype, device=device)
     apart = len(kv) // rows

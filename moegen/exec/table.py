@@ -16,17 +16,20 @@ from moegen.exec import rates
 from moegen.exec.bulk import bulk_copies
 from moegen.exec.company import company
 from moegen.exec.engine import Engine
+from moegen.exec.issue import Times
 from moegen.exec.lanes import forget_gpu_memory, pick_device
 from moegen.exec.op_bench import Timed, op_bench
 from moegen.exec.op_curves import curves
 from moegen.exec.op_points import Point, points, profiled_layers
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
-from moegen.exec.timing import Bench
+from moegen.exec.timing import Bench, Work
+from moegen.exec.waits import latencies
 from moegen.graph.curve import Curve
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.profile_table import DTYPES, ProfileTable
+from moegen.graph.task import Lane
 
 #: Whose widths are measured unless others are named.
 CUDA_MODELS = ("mixtral-8x7b", "deepseek-v2-lite")
@@ -48,7 +51,10 @@ _DEMO = {
 #: Seconds that a profile takes at most, about.
 BUDGET_S = 110.0
 # What one measurement lasts, and what a task may take before larger ones are left out.
-_SPAN_S, _LONGEST_S = 0.04, 0.25
+_SPAN_S, _LONGEST_S = 0.015, 0.25
+# Before a wave's ops are timed the GPU computes for so long, and goes on to between them: under
+# full load its clock is lower, and waves load it fully.
+_HEATING_S = 0.2
 # For company and the quick rates.
 _REST_S = 15.0
 _PACKAGES = ("torch", "triton")
@@ -100,6 +106,7 @@ def measure_table(
     say("copies by size")
     sizes = list(bulk_copies(device, _SPAN_S))
     found: list[Curve] = []
+    records: list[Sequence[Times]] = []
     last_s = began + budget_s - _REST_S
     for i, whole in enumerate(models):
         now = time.perf_counter()
@@ -109,7 +116,7 @@ def measure_table(
         with Engine.random(
             model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
         ) as engine:
-            timed = [*sizes, *_timed(engine.machinery, model, until_s, notes)]
+            timed = [*sizes, *_timed(engine.machinery, model, until_s, notes, records)]
             kind = engine.cpu_attention
         source = f"measured: the executor's kernels at the widths of {whole.name}, {kind}"
         found += curves(timed, source)
@@ -119,13 +126,15 @@ def measure_table(
     if device.type == "cuda":
         forget_gpu_memory(device)
     return ProfileTable(
-        machine=_as_fast_as_seen(machine, found),
+        # Each op's host code is measured: one number for all of them would count it twice.
+        machine=replace(_as_fast_as_seen(machine, found), task_s=None),
         date=time.strftime("%Y-%m-%d"),
         versions=_versions(),
         dtype=rates.dtype_name(dtype),
         curves=tuple(_distinct(found)),
         peaks={},
         company=tuple(beside),
+        latencies=latencies(records),
     )
 
 
@@ -135,8 +144,13 @@ def demo_widths() -> ModelSpec:
 
 
 def _timed(
-    machinery: Machinery, model: ModelSpec, until_s: float, notes: list[str]
+    machinery: Machinery,
+    model: ModelSpec,
+    until_s: float,
+    notes: list[str],
+    records: list[Sequence[Times]],
 ) -> Iterator[Timed]:
+    heat = _heat(machinery)
     slow: dict[str, int] = {}  # by grid: from which size on it takes too long
     late: list[Point] = []
     with Bench(machinery.device) as bench:
@@ -147,9 +161,13 @@ def _timed(
                 late.append(point)
                 continue
             try:
+                hot = heat if point.graph.phase == "prefill" else None
                 with op_bench(point.graph, machinery, bench) as ops:
+                    records.append(ops.records)
+                    if hot is not None:
+                        bench.spans(Lane.GPU, hot, span_s=_HEATING_S)
                     for op in point.ops:
-                        for timed in ops.time(op, _SPAN_S):
+                        for timed in ops.time(op, _SPAN_S, hot):
                             if timed.seconds > _LONGEST_S:
                                 slow[point.grid] = point.size
                             yield timed
@@ -165,6 +183,13 @@ def _timed(
             f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
             f"roofline goes on from what was measured"
         )
+
+
+def _heat(machinery: Machinery) -> Work | None:
+    """Products that load a GPU fully; none on CPU lanes."""
+    if machinery.device.type != "cuda":
+        return None
+    return rates.Products(machinery.family.dtype, machinery.device, 4096, 14336).over(4096)
 
 
 def _distinct(found: Sequence[Curve]) -> list[Curve]:

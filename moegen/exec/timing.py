@@ -17,7 +17,7 @@ from moegen.graph.task import Lane
 Work = Callable[[], Any]
 SPAN_S = 0.15  # what a measurement lasts, about
 MOST_RUNS = 200
-_MOST_QUEUED = 32  # while a stream is held back
+_MOST_QUEUED, _MOST_BETWEEN = 32, 16  # while a stream is held back; with other work between
 
 
 class Bench:
@@ -29,6 +29,7 @@ class Bench:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._failed: list[BaseException] = []
+        self._launch_s = 0.0  # of a run, on the host
         enter(device)
         self.streams = open_streams(device, Clock(device), self._failed.append)
 
@@ -77,14 +78,14 @@ class Bench:
         """
         settle(self.device)  # what the work reads was made on a stream that no lane waits for
         with own_current_stream(self.device), self._busy(*beside) if beside else nullcontext():
-            began = time.perf_counter()
             once = self._spans(lane, work, 2, each_with, between)[-1]
-            launching_s = (time.perf_counter() - began) / 2
             n = int(min(MOST_RUNS, max(2, span_s / max(once, 1e-6))))
             held_s = 0.0
-            if queued and once < launching_s:
-                n = max(2, min(n, _MOST_QUEUED))
-                held_s = n * launching_s
+            if between is not None:
+                n = max(4, min(n, _MOST_BETWEEN))
+            elif queued and once < 2 * self._launch_s:
+                n = max(4, min(n, _MOST_QUEUED))
+                held_s = 2 * n * self._launch_s
             spans = self._spans(lane, work, n, each_with, between, held_s)
         self._raise()
         return spans
@@ -101,6 +102,7 @@ class Bench:
         stream, events = self.streams[lane], []
         if held_s and self.device.type == "cuda" and lane is not Lane.CPU:
             stream.delay(held_s)
+        began = time.perf_counter()
         for _ in range(n):
             if between is not None:
                 stream.submit(partial(without_grad, between))
@@ -114,6 +116,7 @@ class Bench:
             events.append((begin, stream.record()))
             if done is not None:
                 stream.wait(done)
+        self._launch_s = (time.perf_counter() - began) / n
         stream.synchronize()
         self._raise()
         times = [(begin.time_s(), end.time_s()) for begin, end in events]

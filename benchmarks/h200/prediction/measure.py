@@ -30,7 +30,7 @@ from moegen.units import GIB, parse_bytes
 
 # Layers that are run, decode and prefill points, and rows at most, by model.
 MODELS = {"mixtral-8x7b": (4, 14, 5, 2048), "deepseek-v2": (3, 8, 4, 2048)}
-RUNS, STEPS = 2, 6
+STEPS = 6
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--models", nargs="+", default=list(MODELS))
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--points", type=int, nargs=2, metavar=("DECODE", "PREFILL"))
+    p.add_argument("--runs", type=int, default=2, help="of every point")
     p.add_argument("--curve", type=int, nargs=2, default=(1024, 640), metavar=("B", "CONTEXT"))
     p.add_argument("--gpu-memory", type=parse_bytes, default=40 * GIB)
     p.add_argument("--host-memory", type=parse_bytes)
@@ -101,7 +102,7 @@ class Run:
             hardware=mg.HardwareSpec.from_name("h200"),
         ) as engine:
             say("loaded")
-            for run in range(RUNS):
+            for run in range(args.runs):
                 for point in points:
                     if time.perf_counter() - self.began > args.budget_s:
                         self.notes.append(f"no time left for {model.name} {point.name}")
