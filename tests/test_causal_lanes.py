@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -59,7 +60,7 @@ def test_a_class_that_binds_and_one_with_slack(engine, graph, cost):
 
     New rows of KV are wanted a whole step later: there is slack for them.
     """
-    delay_s = {"pre_attn": 10e-3, "lm_head": 20e-3, "append_kv": 5e-4}
+    delay_s = {"pre_attn": 10e-3, "lm_head": 20e-3, "append_kv": 1e-3}
     df = mg.causal(engine, graph, cost, list(delay_s), delay_s, steps=8, rounds=3).set_index("op")
     assert df["tasks"].to_dict() == {"pre_attn": 2, "lm_head": 1, "append_kv": 2}
     assert df.loc["pre_attn", "measured_slope"] == pytest.approx(2.0, abs=0.5)
@@ -67,8 +68,9 @@ def test_a_class_that_binds_and_one_with_slack(engine, graph, cost):
     assert df.loc["pre_attn", "predicted_slope"] == pytest.approx(2.0, abs=0.2)
     assert df.loc["lm_head", "predicted_slope"] == pytest.approx(1.0, abs=0.1)
     assert df.loc[["pre_attn", "lm_head"], "binds"].all()
-    assert df.loc[["pre_attn", "lm_head"], "agrees"].all()
-    assert not df.loc["append_kv", "binds"] and df.loc["append_kv", "agrees"]
+    assert not df.loc["append_kv", "binds"]
+    slack = df.loc["append_kv"]
+    assert abs(slack["measured_slope"]) < max(1.0, 5 * slack["se"])
     assert df.loc["append_kv", "predicted_slope"] == pytest.approx(0.0, abs=0.5)
 
 
@@ -124,11 +126,15 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
 def test_more_slots_as_predicted_and_as_executed(engine, graph, cost):
     """Steps of a model as small are mostly host code: the change is compared, not the time."""
     more = mg.build(engine.model, S.with_(kv_slots=4), kv_len=40)
-    runs = [(engine.execute(graph, 12), engine.execute(more, 12)) for _ in range(3)]
+    runs = [(engine.execute(graph, 12), engine.execute(more, 12)) for _ in range(4)]
     roof = CostModel.roofline(mg.HardwareSpec.from_name("c2"))
     told = mg.what_if(min((a for a, _ in runs), key=lambda r: r.period_s), roof, kv_slots="+2")
     assert told.predicted.graph.structure_hash == more.structure_hash
-    changed = min(b.period_s for _, b in runs) / told.measured_s
+    # Of all steps the quickest, which nobody else on the machine has held up.
+    before, after = (
+        min(np.diff(r.step_end_s).min() for r in some) for some in zip(*runs, strict=True)
+    )
+    changed = after / before
     assert told.period_s / told.base_s == pytest.approx(changed, rel=0.4)
     assert 0.2 < told.base_s / told.measured_s <= 1.1
 
