@@ -63,8 +63,9 @@ def test_a_class_that_binds_and_one_with_slack(engine, graph, cost):
     delay_s = {"pre_attn": 10e-3, "lm_head": 20e-3, "append_kv": 1e-3}
     df = mg.causal(engine, graph, cost, list(delay_s), delay_s, steps=8, rounds=3).set_index("op")
     assert df["tasks"].to_dict() == {"pre_attn": 2, "lm_head": 1, "append_kv": 2}
-    assert df.loc["pre_attn", "measured_slope"] == pytest.approx(2.0, abs=0.5)
-    assert df.loc["lm_head", "measured_slope"] == pytest.approx(1.0, abs=0.4)
+    for op, n in (("pre_attn", 2), ("lm_head", 1)):
+        of = df.loc[op]
+        assert of["measured_slope"] == pytest.approx(n, abs=max(0.4 * n, 5 * of["se"]))
     assert df.loc["pre_attn", "predicted_slope"] == pytest.approx(2.0, abs=0.2)
     assert df.loc["lm_head", "predicted_slope"] == pytest.approx(1.0, abs=0.1)
     assert df.loc[["pre_attn", "lm_head"], "binds"].all()
