@@ -127,16 +127,17 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
 def test_more_slots_as_predicted_and_as_executed(engine, graph, cost):
     """Steps of a model as small are mostly host code: the change is compared, not the time."""
     more = mg.build(engine.model, S.with_(kv_slots=4), kv_len=40)
-    runs = [(engine.execute(graph, 12), engine.execute(more, 12)) for _ in range(4)]
+    runs = [(engine.execute(graph, 12), engine.execute(more, 12)) for _ in range(6)]
     roof = CostModel.roofline(mg.HardwareSpec.from_name("c2"))
     told = mg.what_if(min((a for a, _ in runs), key=lambda r: r.period_s), roof, kv_slots="+2")
     assert told.predicted.graph.structure_hash == more.structure_hash
-    # Of all steps the quickest, which nobody else on the machine has held up.
+    # Of the quickest run the median step: others use the machine too.
     before, after = (
-        min(np.diff(r.step_end_s).min() for r in some) for some in zip(*runs, strict=True)
+        min(float(np.median(np.diff(run.step_end_s))) for run in some)
+        for some in zip(*runs, strict=True)
     )
     changed = after / before
-    assert told.period_s / told.base_s == pytest.approx(changed, rel=0.4)
+    assert told.period_s / told.base_s == pytest.approx(changed, rel=0.5)
     assert 0.2 < told.base_s / told.measured_s <= 1.1
 
 
