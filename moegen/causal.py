@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from moegen.sim.cost import CostModel, checked_cost
 from moegen.sim.delays import (
     BINDS,
     LEVELS,
+    SHARE,
     STEPS,
     delay_of,
     delayed_ops,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ROUNDS = 2
+# What delays add to a step is so many times the noise, if they can be chosen.
+NOISE = 10
 # Of a stretch of steps: those before the window that counts, and behind it.
 _BEFORE, _BEHIND = 2, 1
 #: No delay at all would spare the executor what it takes to make one.
@@ -73,7 +77,8 @@ def causal(
         All of the graph's by default.
     delay_s : float or mapping of str to float, optional
         Seconds before each task, by op. By default such that the delays of a class add up to 8%
-        of a predicted step.
+        of a step, or to ten times what a stretch differs from the next if that is more, as a
+        short run before shows; never to more than a step.
     steps : int
         Of each stretch, at least 4; the first two and the last do not count.
     rounds : int
@@ -104,8 +109,11 @@ def causal(
     steps = whole(steps, "steps", at_least=_BEFORE + _BEHIND + 1)
     rounds = whole(rounds, "rounds", at_least=2)
     of = delayed_ops(g, ops)
-    period_s = simulate(g, checked_cost(cost), steps).period_s
-    delays = {op: delay_of(op, delay_s, n, period_s) for op, (_, n) in of.items()}
+    simulate(g, checked_cost(cost))  # refused before anything is run
+    delays = {op: delay_of(op, delay_s, n, 0.0) for op, (_, n) in of.items()}
+    if not isinstance(delay_s, Real):
+        added_s = _measurable_s(engine.execute(g, 2 * steps + _BEHIND), steps)
+        delays = {op: delay_of(op, delay_s, n, added_s) for op, (_, n) in of.items()}
     stretches = _stretches(list(of), rounds)
     plan = _Plan([(op, level * delays[op]) for op, level in stretches], steps)
     timeline = engine.execute(g, plan.n_steps, delays=plan)
@@ -122,6 +130,13 @@ def causal(
         rows.append((op, lane, n, levels_s[1], predicted, measured, se, binds, agrees, error))
     columns = ["op", "lane", "tasks", "delay_s", "predicted_slope", "measured_slope", "se"]
     return pd.DataFrame(rows, columns=[*columns, "binds", "agrees", "error"])
+
+
+def _measurable_s(run: Timeline, steps: int) -> float:
+    """Seconds that delays have to add to a step so that one can tell."""
+    each_s = np.diff(run.step_end_s)[1:-1]
+    noise_s = float(each_s.std(ddof=1)) / np.sqrt(steps - _BEFORE - _BEHIND)
+    return float(min(max(SHARE * each_s.mean(), NOISE * noise_s), each_s.mean()))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from moegen.graph.task import TaskGraph
 from moegen.sim.changes import Change
 from moegen.sim.corrected import OpTimes, correct
 from moegen.sim.cost import CostModel
-from moegen.sim.engine import simulate
 from moegen.sim.other_machine import OtherMachine, machine_of
 from moegen.sim.rebuilt import rebuilt
-from moegen.sim.rerun import measured_run, of_shapes
+from moegen.sim.rerun import measured_run, rerun
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
 
@@ -205,8 +204,7 @@ class _Run:
         )
 
     def _simulated(self, g: TaskGraph, shapes: Sequence[Shape], cost: CostModel) -> Timeline:
-        run, repeats = of_shapes(g, shapes, self.steps)
-        return simulate(run, cost, repeats)
+        return rerun(g, shapes, self.steps, cost)
 
 
 def _tokens(g: TaskGraph, shapes: Sequence[Shape]) -> float:

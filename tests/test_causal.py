@@ -99,7 +99,7 @@ class SimulatedEngine:
     def execute(self, g, steps=1, *, delays=None):
         self.runs += 1
         rng = np.random.default_rng(1)
-        held = [[delays.run_s(t, k) for t in g] for k in range(steps)]
+        held = [[delays.run_s(t, k) if delays else 0.0 for t in g] for k in range(steps)]
         lasts = np.array([[self.cost.seconds(t) for t in g]] * steps)
         lasts *= 1 + self.noise * rng.standard_normal((steps, 1))
         lasts *= 1 + self.drift * np.arange(steps)[:, None]
@@ -128,7 +128,9 @@ def test_what_a_run_shows_is_what_the_simulator_predicts():
     assert df["se"].max() < 1e-9 and df["agrees"].all() and df["binds"].tolist() == [True, False]
     # 8% of a step of 6 s over three tasks, as long as they really were.
     assert df["delay_s"].tolist() == pytest.approx([1.1 * 0.08 * 6 / 3 + 1e-4] * 2)
-    assert engine.runs == 1
+    assert engine.runs == 2  # the first shows how long a step is, and its noise
+    mg.causal(engine, overlap(), cost, delay_s=0.1)
+    assert engine.runs == 3
 
 
 def test_drift_cancels_and_noise_is_told():
@@ -136,11 +138,23 @@ def test_drift_cancels_and_noise_is_told():
     df = mg.causal(SimulatedEngine(cost, drift=1e-4), overlap(), cost)
     assert df["measured_slope"].tolist() == pytest.approx([3.0, 0.0], abs=0.01)
     noisy = [
-        mg.causal(SimulatedEngine(cost, noise), overlap(), cost, rounds=20) for noise in (0.02, 0.2)
+        mg.causal(SimulatedEngine(cost, noise), overlap(), cost, delay_s=0.2, rounds=20)
+        for noise in (0.002, 0.02)
     ]
     assert noisy[1]["se"].mean() == pytest.approx(10 * noisy[0]["se"].mean(), rel=0.3)
+    noisy = noisy[::-1]
     off = (noisy[0]["measured_slope"] - [3.0, 0.0]).abs() / noisy[0]["se"]
     assert (off < 4).all() and (noisy[0]["se"] > 0.01).all()
+
+
+def test_more_noise_asks_for_longer_delays():
+    cost = CostModel.fixed({"copy": 2.0, "use": 1.0})
+    quiet, loud, deaf = (
+        mg.causal(SimulatedEngine(cost, noise), overlap(), cost)["delay_s"][0]
+        for noise in (0.001, 0.05, 0.3)
+    )
+    assert quiet == pytest.approx(1.1 * 0.08 * 6 / 3 + 1e-4, rel=0.02)
+    assert 1.5 * quiet < loud < deaf
 
 
 def test_a_wrong_model_is_found_out():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -55,27 +56,23 @@ def test_a_run_says_how_long_its_delays_were(engine, graph):
 
 
 def test_a_class_that_binds_and_one_with_slack(engine, graph, cost):
-    """Each layer's products are on the only way through a step; its first copies are not.
+    """Each layer's products are on the only way through a step, and so is the one lm_head.
 
-    The lm_head is once a step, and everything waits for the tokens that come of it.
+    New rows of KV are wanted a whole step later: there is slack for them.
     """
-    df = mg.causal(
-        engine,
-        graph,
-        cost,
-        ["pre_attn", "lm_head", "copy_dense"],
-        delay_s={"pre_attn": 3e-3, "lm_head": 4e-3, "copy_dense": 2e-4},
-        steps=8,
-        rounds=3,
-    ).set_index("op")
-    assert df["tasks"].to_dict() == {"pre_attn": 2, "lm_head": 1, "copy_dense": 2}
-    assert df.loc["pre_attn", "measured_slope"] == pytest.approx(2.0, abs=0.5)
-    assert df.loc["lm_head", "measured_slope"] == pytest.approx(1.0, abs=0.4)
+    delay_s = {"pre_attn": 10e-3, "lm_head": 20e-3, "append_kv": 1e-3}
+    df = mg.causal(engine, graph, cost, list(delay_s), delay_s, steps=8, rounds=3).set_index("op")
+    assert df["tasks"].to_dict() == {"pre_attn": 2, "lm_head": 1, "append_kv": 2}
+    for op, n in (("pre_attn", 2), ("lm_head", 1)):
+        of = df.loc[op]
+        assert of["measured_slope"] == pytest.approx(n, abs=max(0.4 * n, 5 * of["se"]))
     assert df.loc["pre_attn", "predicted_slope"] == pytest.approx(2.0, abs=0.2)
     assert df.loc["lm_head", "predicted_slope"] == pytest.approx(1.0, abs=0.1)
     assert df.loc[["pre_attn", "lm_head"], "binds"].all()
-    assert df.loc[["pre_attn", "lm_head"], "agrees"].all()
-    assert not df.loc["copy_dense", "binds"]
+    assert not df.loc["append_kv", "binds"]
+    slack = df.loc["append_kv"]
+    assert abs(slack["measured_slope"]) < max(1.0, 5 * slack["se"])
+    assert df.loc["append_kv", "predicted_slope"] == pytest.approx(0.0, abs=0.5)
 
 
 def test_a_delay_holds_back_its_lane_alone_and_not_the_caller():
@@ -128,13 +125,20 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
 
 
 def test_more_slots_as_predicted_and_as_executed(engine, graph, cost):
-    base = engine.execute(graph, 12)
-    told = mg.what_if(base, CostModel.roofline(mg.HardwareSpec.from_name("c2")), kv_slots="+2")
+    """Steps of a model as small are mostly host code: the change is compared, not the time."""
     more = mg.build(engine.model, S.with_(kv_slots=4), kv_len=40)
+    runs = [(engine.execute(graph, 12), engine.execute(more, 12)) for _ in range(6)]
+    roof = CostModel.roofline(mg.HardwareSpec.from_name("c2"))
+    told = mg.what_if(min((a for a, _ in runs), key=lambda r: r.period_s), roof, kv_slots="+2")
     assert told.predicted.graph.structure_hash == more.structure_hash
-    real = engine.execute(more, 12)
-    assert told.period_s == pytest.approx(real.period_s, rel=0.5)
-    assert told.base_s == pytest.approx(told.measured_s, rel=0.5)
+    # Of the quickest run the median step: others use the machine too.
+    before, after = (
+        min(float(np.median(np.diff(run.step_end_s))) for run in some)
+        for some in zip(*runs, strict=True)
+    )
+    changed = after / before
+    assert told.period_s / told.base_s == pytest.approx(changed, rel=0.5)
+    assert 0.2 < told.base_s / told.measured_s <= 1.1
 
 
 def test_a_run_of_mixed_lengths_and_its_own_routing(engine):
@@ -149,6 +153,19 @@ def test_a_run_of_mixed_lengths_and_its_own_routing(engine):
         assert mg.what_if(run, roof, op={"expert": 1.0}).change == 0.0
     phases = {run.graph.phase for run in engine.timelines}
     assert phases == {"prefill", "decode"}
+
+
+def test_questions_in_the_docs_have_answers(engine, graph, capsys):
+    """Of a run that was saved and loaded, as `moegen run --timeline` leaves it."""
+    from tests.documents import Document
+
+    run = mg.Timeline.from_dict(engine.execute(graph, 6).to_dict())
+    (block,) = Document("docs/concepts.md").code("py")
+    exec(block, {"mg": mg, "hw": mg.HardwareSpec.from_name("c2"), "measured": run})
+    link, knobs, op = capsys.readouterr().out.splitlines()
+    assert link.startswith("link twice as fast: ") and link.endswith("%")
+    assert knobs.startswith("ω 0.5 -> 0.6, kv_slots 2 -> 4: ")
+    assert op.startswith("expert in half the time: ")
 
 
 def test_spread_of_runs(engine, graph, cost):

@@ -16,7 +16,6 @@ from moegen.graph.shape import Shape
 from moegen.graph.task import TaskGraph, Work
 from moegen.sim.corrected import correct
 from moegen.sim.cost import CostModel
-from moegen.sim.rerun import of_shapes
 from moegen.timeline import Timeline
 
 matplotlib.use("agg")
@@ -135,8 +134,7 @@ def test_a_knob_is_changed_as_if_the_run_had_had_it(change):
         g = mg.build(model, s, "decode", lengths=lengths)
         counts = {k: (20, 12, 0, 2 * 23 - 32) for k in range(2)}
         shapes = [Shape(tuple(n + k for n in lengths), (1,) * 23 + (0,), counts) for k in range(4)]
-        many, repeats = of_shapes(g, shapes, 4)
-        times = mg.simulate(many, cost, repeats)
+        times = mg.simulate(g, cost, shapes=shapes)
         meta = {"shapes": [shape.to_dict() for shape in shapes]}
         start_s, end_s = times.start_s, times.end_s
         return Timeline(g, times.ids, start_s, end_s, source="measured", meta=meta)

@@ -61,5 +61,6 @@ def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)
     ax.tick_params(axis="y", length=0)
     bare(ax, "top", "right", "left")
-    ax.legend(loc="lower right", fontsize=9, framealpha=0.9, edgecolor="none")
+    ax.margins(y=0.02)
+    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, fontsize=9, frameon=False)
     return ax

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.task import Lane, Task
+from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel, checked_cost
-from moegen.sim.engine import simulate
-from moegen.sim.rerun import measured_run, of_shapes, places
+from moegen.sim.rerun import measured_run, places, rerun
 from moegen.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Where tasks share much, one correction moves others: it is made again until nothing moves.
 TOLERANCE, MOST_ROUNDS = 1e-6, 12
+# An op whose tasks do not follow its factor by so much is held up by something else, such as the
+# thread that hands tasks over: it keeps its first factor.
+FOLLOWS = 0.25
 
 #: What is corrected together: an op of a phase on its lane.
 Key = tuple[str, str, Lane]
@@ -39,7 +42,8 @@ class Scaled(CostModel):
 
     def __init__(self, cost: CostModel) -> None:
         self.of = checked_cost(cost)
-        self.by_work = cost.by_work
+        self.by_work, self.company = cost.by_work, cost.company
+        self.latencies = cost.latencies
 
     @abstractmethod
     def factor(self, task: Task) -> float:
@@ -57,8 +61,11 @@ class Scaled(CostModel):
         demands = {name: units * factor for name, units in cost.demands.items()}
         return Cost(cost.seconds * factor, cost.provenance, demands, cost.issue_s)
 
-    def capacities(self, *running: Any) -> Mapping[str, float]:
-        return self.of.capacities(*running)
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
+        return self.of.capacities(in_use)
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        return self.of.capacities_of_many(names, draws)
 
     def loads(self, cost: Cost) -> dict[str, float]:
         return self.of.loads(cost)
@@ -141,24 +148,32 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
         no factor corrects that.
     """
     measured = measured_run(measured)
-    g, repeats = of_shapes(measured.graph, measured.shapes, len(measured.steps))
+    of_run = measured.graph, measured.shapes, len(measured.steps)
     corrected = Corrected(cost, {})
-    run = simulate(g, corrected, repeats)
+    run = rerun(*of_run, corrected)
     mine, theirs = places(measured, run)
     keys: dict[Key, int] = {}
     tasks = [measured.tasks[i] for i in mine]
     of = np.array([keys.setdefault(_key(t), len(keys)) for t in tasks], dtype=int)
     took = np.bincount(of, (measured.end_s - measured.start_s)[mine], len(keys))
-    factors = np.ones(len(keys))
-    for _ in range(MOST_ROUNDS):
+    factors, asked = np.ones(len(keys)), np.zeros(len(keys))
+    first, before = factors, np.zeros(len(keys))
+    free = np.ones(len(keys), dtype=bool)
+    for k in range(MOST_ROUNDS):
         takes = np.bincount(of, (run.end_s - run.start_s)[theirs], len(keys))
         _refuse_nothing(list(keys), took, takes, factors)
         ratio = np.divide(took, takes, out=np.ones(len(keys)), where=takes > 0)
-        if np.abs(ratio - 1).max(initial=0.0) <= TOLERANCE:
+        if k:
+            came = np.divide(takes, before, out=np.ones(len(keys)), where=before > 0) - 1
+            free &= ~(np.abs(came) < FOLLOWS * np.abs(asked - 1)) | (np.abs(ratio - 1) < TOLERANCE)
+        wrong = np.abs(ratio - 1)[free]
+        if wrong.max(initial=0.0) <= TOLERANCE:
             break
-        factors = factors * ratio
+        factors = np.where(free, factors * ratio, first)
+        first = first if k else factors
+        before, asked = takes, ratio
         corrected = Corrected(cost, dict(zip(keys, factors.tolist(), strict=True)))
-        run = simulate(g, corrected, repeats)
+        run = rerun(*of_run, corrected)
     return corrected
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.checks import number
-from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.graph.task import Edge, Task, TaskGraph, TaskId
 from moegen.sim.corrected import Scaled
 from moegen.sim.cost import Cost, CostModel, Provenance
 from moegen.sim.engine import simulate
@@ -77,7 +77,7 @@ def delay_slopes(
     period_s = simulate(g, cost, steps).period_s
     rows = []
     for op, (lane, tasks) in of.items():
-        d = delay_of(op, delay_s, tasks, period_s)
+        d = delay_of(op, delay_s, tasks, SHARE * period_s)
         levels = [level * d for level in LEVELS]
         slope = fitted(levels, delayed_periods_s(g, cost, op, levels, steps))
         rows.append((op, lane, tasks, d, slope, slope >= BINDS * tasks))
@@ -120,13 +120,13 @@ def has_work(t: Task) -> bool:
 
 
 def delay_of(
-    op: str, given: float | Mapping[str, float] | None, tasks: int, period_s: float
+    op: str, given: float | Mapping[str, float] | None, tasks: int, added_s: float
 ) -> float:
-    """Seconds of the delay before each task of an op."""
+    """Seconds of the delay before each task of an op: as given, or such that they add up."""
     if isinstance(given, Mapping):
         given = given.get(op)
     if given is None:
-        return max(LEAST_S, SHARE * period_s / tasks) if period_s else 1.0
+        return max(LEAST_S, added_s / tasks)
     return number(given, f"the delay of {op}", above=0)
 
 
@@ -148,14 +148,15 @@ def delayed_periods_s(
 def with_delays(g: TaskGraph, op: str) -> TaskGraph:
     """``g`` with a task before each task of ``op``, on its lane, that waits for what it does."""
     tasks: list[Task] = []
-    edges = list(g.edges)
+    edges: list[Edge] = []
     for t in g:
         if t.id.op == op and has_work(t):
             before = _before(t.id)
             tasks.append(Task(before, t.lane))
             edges += [e._replace(dst=before) for e in g.preds[t.id]]
         tasks.append(t)
-    return replace(g, tasks=tuple(tasks), edges=tuple(edges))
+    # Its edges first: where it stands before the task that begins a step, it begins the step.
+    return replace(g, tasks=tuple(tasks), edges=(*edges, *g.edges))
 
 
 class Delayed(Scaled):

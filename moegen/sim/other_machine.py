@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import Task
+from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.corrected import Scaled
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.roofline import Roofline
 
-# Resources that a model may have beside the roofline's, and the rate that says what they give.
-_RATES = {"zero_copy": "zero_copy_bytes_per_s"}
+# What resources give alone where a table says what they give in company, as in Measured.
+_FULL = {
+    "h2d": "h2d_bytes_per_s",
+    "d2h": "d2h_bytes_per_s",
+    "zero_copy": "zero_copy_bytes_per_s",
+    "host_memory": "cpu_attn_bytes_per_s",
+}
 
 
 class OtherMachine(Scaled):
@@ -40,6 +47,10 @@ class OtherMachine(Scaled):
         super().__init__(cost)
         self._machine = machine_of(cost), hw
         self._before, self._after = Roofline(self._machine[0]), Roofline(hw)
+        old, new = self._machine
+        self._full_ratios = {
+            r: getattr(new, rate) / getattr(old, rate) for r, rate in _FULL.items()
+        }
 
     def __repr__(self) -> str:
         return f"{self.of!r} on another machine, {self.hw.name}"
@@ -69,17 +80,18 @@ class OtherMachine(Scaled):
             cost.seconds * after.seconds / before.seconds, cost.provenance, demands, cost.issue_s
         )
 
-    def capacities(self, *running: Any) -> Mapping[str, float]:
-        given = self.of.capacities(*running)
-        before, after = self._before.capacities(*running), self._after.capacities(*running)
-        changed = {}
-        for name, rate in given.items():
-            if name in _RATES:
-                old, new = (getattr(hw, _RATES[name]) for hw in self._machine)
-            else:
-                old, new = before.get(name), after.get(name)
-            changed[name] = rate * _ratio(new, old)
-        return changed
+    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
+        # In company what others draw counts as a part of what there is: here and there the same.
+        ratios = self._full_ratios if self.company else {}
+        before = {r: [x / ratios.get(r, 1.0) for x in drawn] for r, drawn in in_use.items()}
+        given = self.of.capacities(before)
+        if not self.company:
+            old, new = self._before.capacities(in_use), self._after.capacities(in_use)
+            ratios = {name: _ratio(new.get(name), old.get(name)) for name in given}
+        return {name: rate * ratios.get(name, 1.0) for name, rate in given.items()}
+
+    def capacities_of_many(self, names: Sequence[str], draws: np.ndarray) -> np.ndarray:
+        return CostModel.capacities_of_many(self, names, draws)
 
     def loads(self, cost: Cost) -> dict[str, float]:
         return CostModel.loads(self, cost)  # by the other machine's capacities

@@ -1,4 +1,4 @@
-"""A measured run as a graph to simulate: as many steps, each with the work that it had."""
+"""A measured run simulated as it was: as many steps, each with the work that it had."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.shape import Shape
-from moegen.graph.task import Task, TaskGraph
+from moegen.graph.task import TaskGraph
+from moegen.sim.cost import CostModel
+from moegen.sim.engine import simulate
 from moegen.timeline import Timeline
 
 
@@ -33,34 +35,16 @@ def measured_run(measured: Any) -> Timeline:
     return measured
 
 
-def of_shapes(g: TaskGraph, shapes: Sequence[Shape], steps: int) -> tuple[TaskGraph, int]:
-    """What to give to ``simulate`` for steps of these shapes: a graph, and how often to run it.
+def rerun(g: TaskGraph, shapes: Sequence[Shape], steps: int, cost: CostModel) -> Timeline:
+    """Steps of these shapes, simulated; of the graph's own work where there are none.
 
-    Parameters
-    ----------
-    g : TaskGraph
-        One step, or a graph that is unrolled already.
-    shapes : sequence of Shape
-        One a step; none where the graph's own work holds for all.
-    steps : int
+    A graph that is unrolled has its steps' work already.
     """
     if g.n_steps > 1:
-        return g, 1
-    if not shapes:
-        return g, steps
-    if all(shape == shapes[0] for shape in shapes):
-        return g.bind(shapes[0]), steps
-    works, bound = [], g
-    for shape in shapes:
-        if bound.shape != shape:
-            bound = g.bind(shape)
-        works += [t.work for t in bound.tasks]
-    unrolled = g.unroll(steps)
-    tasks = [
-        Task(t.id, t.lane, t.reads, t.writes, work)
-        for t, work in zip(unrolled.tasks, works, strict=True)
-    ]
-    return unrolled.with_tasks(tasks, None), 1
+        return simulate(g, cost)
+    if shapes:
+        return simulate(g, cost, shapes=shapes)
+    return simulate(g, cost, steps)
 
 
 def places(measured: Timeline, simulated: Timeline) -> tuple[np.ndarray, np.ndarray]:

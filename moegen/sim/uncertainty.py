@@ -16,6 +16,7 @@ from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
 from moegen.sim.maxplus import Compiled
 from moegen.sim.spread import Spread
+from moegen.timeline import Timeline
 from moegen.units import format_seconds
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def uncertainty(
     The graph is simulated once, all resources shared; what each task then takes, company
     included, is multiplied by random factors, and the graph is run again for each sample
     (:class:`moegen.sim.maxplus.Compiled`). Each task of each step has a factor of its own, and
-    all tasks of an op one in common, both log-normal with a mean of 1. Who is slowed by whom is
-    not worked out anew.
+    all tasks of an op one in common, both log-normal with a mean of 1. Who is slowed by whom, and
+    what handing tasks over takes, is not worked out anew.
 
     Parameters
     ----------
@@ -134,7 +135,7 @@ def uncertainty(
     elif not isinstance(spread, Spread):
         raise InvalidInput(f"spread must be a Spread, got {spread!r}")
     run = simulate(g, cost, steps)
-    lasts = run.end_s - run.start_s
+    lasts, idle = run.end_s - run.start_s, _idle_s(g, run)
     ops = list(dict.fromkeys(t.id.op for t in g))
     place = {op: i for i, op in enumerate(ops)}
     of = np.tile([place[t.id.op] for t in g], steps).astype(int)
@@ -155,7 +156,7 @@ def uncertainty(
         scatter = np.flatnonzero((each > 0) & (lasts > 0))
         normal = own.standard_normal((len(durations), len(scatter)))
         durations[:, scatter] *= _factors(each[scatter], normal)
-        periods[rows] = compiled.period(durations)
+        periods[rows] = compiled.period(idle + durations)
     tokens = g.shape.tokens if g.shape is not None else 0
     return Uncertainty(run.period_s, periods, float(tokens))
 
@@ -234,6 +235,23 @@ def bands(
         rows.append((candidate, u.predicted_s, *rates, probability[candidate]))
     columns = [name, "period_s", "tokens_per_s", "low", "high", "probability_best"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _idle_s(g: TaskGraph, run: Timeline) -> np.ndarray:
+    """Seconds by which each task began later than all that it waits for had ended, shape [tasks].
+
+    That is what handing tasks over takes, where the cost model knows it; else none.
+    """
+    n, structure = len(g), g.structure
+    waits, idle = structure.with_lanes(), np.zeros(len(run.start_s))
+    starts, ends = run.start_s.tolist(), run.end_s.tolist()
+    for begin in range(0, len(starts), n):
+        if begin == n:
+            waits = structure.with_lanes(later=True)
+        for v in range(n):
+            ready = max((ends[begin + u] for u in waits[v]), default=0.0)
+            idle[begin + v] = max(0.0, starts[begin + v] - ready)
+    return idle
 
 
 def _candidates(

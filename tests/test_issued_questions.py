@@ -1,0 +1,103 @@
+"""Questions to cost models that know what the issuing thread takes and what company costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import moegen as mg
+from moegen.graph.company import Company
+from moegen.graph.latencies import Latencies
+from moegen.graph.profile_table import ProfileTable
+from moegen.sim.corrected import OpTimes
+from moegen.sim.cost import CostModel
+from moegen.sim.measured import Measured
+from moegen.sim.other_machine import OtherMachine
+from moegen.timeline import Timeline
+
+S = mg.Strategy(B=64, b_a=16, b_e=4096, s_expert=0, omega=0.25)
+
+
+def issued() -> Measured:
+    """The table of the H200, as if handing a task over had been timed too."""
+    table = ProfileTable.from_name("h200")
+    curves = tuple(replace(curve, issue_s=8e-5) for curve in table.curves)
+    waits = Latencies(gpu_to_host_s=3e-5, cpu_to_host_s=5e-5, gpu_to_cpu_s=4e-5)
+    company = (
+        Company("h2d", "host_memory", 0.85, "made up"),
+        Company("host_memory", "h2d", 0.88, "made up"),
+    )
+    return Measured(replace(table, curves=curves, company=company, latencies=waits))
+
+
+@pytest.fixture(scope="module")
+def cost() -> Measured:
+    return issued()
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=2)
+    return mg.build(model, S.with_(s_params=model.weight_bytes), kv_len=300)
+
+
+def test_a_wrapped_model_is_the_same_model(cost, graph):
+    run = mg.simulate(graph, cost, steps=4)
+    unissued = mg.simulate(graph, CostModel.from_profile("h200"), steps=4)
+    assert cost.company and run.period_s > unissued.period_s
+    for same in (OpTimes(cost, {}), OtherMachine(cost, cost.hw)):
+        again = mg.simulate(graph, same, steps=4)
+        assert again.start_s.tolist() == run.start_s.tolist()
+        assert again.end_s.tolist() == run.end_s.tolist()
+        assert same.company == cost.company and same.latencies == cost.latencies
+
+
+def test_uncertainty_counts_what_handing_over_takes(cost, graph):
+    u = mg.uncertainty(graph, cost, mg.Spread(), samples=3)
+    assert u.samples_s == pytest.approx([mg.simulate(graph, cost, steps=5).period_s] * 3, rel=1e-9)
+
+
+def test_delays_where_tasks_are_handed_over(cost, graph):
+    df = mg.delay_slopes(graph, cost, delay_s=1e-3).set_index("op")
+    assert (df["slope"] > -0.1).all() and (df["slope"] < df["tasks"] + 0.1).all()
+    # While a lane is held back the thread gets ahead: a delay may hide what it would take then.
+    for op in ("copy_rows", "embed", "pre_attn", "lm_head", "sample", "copy_tokens"):
+        assert 0.5 * df.loc[op, "tasks"] < df.loc[op, "slope"]
+
+
+def test_an_op_that_the_thread_holds_up_is_not_corrected_away(cost, graph):
+    """Measured a little faster than the thread allows: a factor cannot bring that about."""
+    run = mg.simulate(graph, cost, steps=5)
+    seconds = run.end_s - run.start_s
+    faster = [0.8 if i.op == "embed" else 1.0 for i in run.ids]
+    real = Timeline(graph, run.ids, run.start_s, run.start_s + seconds * faster, source="measured")
+    factors = {op: f for (op, _, _), f in cost.corrected(real).factors.items()}
+    assert factors["embed"] == pytest.approx(0.8, rel=0.01)
+    assert factors["lm_head"] == pytest.approx(1.0, rel=0.01)
+
+
+def test_another_link_in_company_is_that_of_a_table_with_another_link(cost):
+    """What the table gives in company stays the same share; copies that were measured scale."""
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=2)
+    g = mg.build(model, mg.Strategy(B=512, b_a=128, b_e=4096, omega=0.3), kv_len=600)
+    hw = cost.hw.with_(
+        **{
+            name: getattr(cost.hw, name) / 2
+            for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "zero_copy_bytes_per_s")
+        },
+    )
+    other = OtherMachine(cost, hw)
+    for busy in (
+        {"h2d": [1e10]},
+        {"h2d": [2e10, 0], "host_memory": [0, 3e10]},
+    ):
+        twice = {r: [2 * x if r == "h2d" else x for x in xs] for r, xs in busy.items()}
+        assert other.capacities(busy)["h2d"] == pytest.approx(cost.capacities(twice)["h2d"] / 2)
+        assert other.capacities(busy)["host_memory"] == cost.capacities(twice)["host_memory"]
+    told = mg.what_if(_as_measured(mg.simulate(g, cost, steps=4)), cost, link="x0.5")
+    assert 1.7 < told.period_s / told.base_s < 2.05
+
+
+def _as_measured(run: Timeline) -> Timeline:
+    return Timeline(run.graph, run.ids, run.start_s, run.end_s, source="measured")
