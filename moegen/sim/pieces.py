@@ -225,7 +225,7 @@ class Pricer:
             if layer.mlp == "dense":
                 put(p, "shared", "dense_mlp", 1.0, s.B, zero, one, s.b_e)
                 continue
-            put(p, "route", "route", 1.0, s.B)
+            put(p, "route", "route", 1.0, s.B, zero, one, s.b_e)
             put(p, "copy_counts", "copy_counts", 1.0, s.B)
             put(p, "combine", "combine", 1.0, s.B)
             if layer.shared_params:
