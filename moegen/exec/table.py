@@ -19,7 +19,8 @@ from moegen.exec.company import company
 from moegen.exec.engine import Engine
 from moegen.exec.families import family_for
 from moegen.exec.issue import Times
-from moegen.exec.lanes import forget_gpu_memory, pick_device
+from moegen.exec.lanes import forget_gpu_memory
+from moegen.exec.loading import checked_device
 from moegen.exec.op_bench import Timed, op_bench
 from moegen.exec.op_curves import curves
 from moegen.exec.op_points import MOST_BYTES, MOST_CPU_BYTES, Agenda, points, profiled_layers
@@ -279,7 +280,7 @@ def profile(
     MachineError
         If the device cannot be used.
     """
-    on = pick_device(device)
+    on = checked_device(device)
     if models is None:
         models = CUDA_MODELS if on.type == "cuda" else (demo_widths(),)
     elif isinstance(models, (str, Path, ModelSpec)):
