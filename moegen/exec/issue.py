@@ -88,23 +88,25 @@ class Record:
     """When a task ran: events until resolved, seconds after.
 
     ``held`` is where its delay began, which ends where the task starts; None if it had none.
-    ``issue`` is when the issuing thread turned to it, and was through with it, by the host's
-    clock.
+    ``issue`` is when the issuing thread turned to it, when it began to hand it over (nothing was
+    left to wait for), and when it was through, by the host's clock.
     """
 
     task: Task
     start: Event | None
     end: Event
-    issue: tuple[float, float]
+    issue: tuple[float, float, float]
     held: Event | None = None
 
 
 class Times(NamedTuple):
-    """When a task ran and when it was issued, in seconds of the run's clock."""
+    """When a task ran, and when the issuing thread turned to it, began to hand it over and was
+    through, in seconds of the run's clock."""
 
     task: TaskId
     start_s: float
     end_s: float
+    turned_s: float
     issue_s: float
     issued_s: float
 
@@ -302,6 +304,7 @@ class Issuer(Generic[StepT]):
         self, q: _Queue, stream: Stream, task: Task, step: StepT | None, began: float
     ) -> None:
         index, start, held = q.index, None, None
+        begun = time.perf_counter()
         if self.delays is not None and (s := self.delays.run_s(task, index)):
             held = stream.record()  # behind the waits: the delay itself is what is timed
             stream.delay(s)
@@ -310,7 +313,7 @@ class Issuer(Generic[StepT]):
             stream.submit(lambda: self.kernels.run(task, index, step))
         end = stream.record()
         q.ends[index % WINDOW][q.position] = (index, end)
-        issue = began, time.perf_counter()
+        issue = began, begun, time.perf_counter()
         q.records.setdefault(index, []).append(Record(task, start, end, issue, held))
         q.advance()
 

@@ -15,7 +15,7 @@ import torch
 from moegen.errors import InvalidInput
 from moegen.exec import rates
 from moegen.exec.bulk import bulk_copies
-from moegen.exec.company import company
+from moegen.exec.company import company, zero_copy
 from moegen.exec.engine import Engine
 from moegen.exec.families import family_for
 from moegen.exec.issue import Times
@@ -60,6 +60,7 @@ _SPAN_S, _LONGEST_S = 0.015, 0.25
 # Before a wave's ops are timed the GPU computes for so long, and goes on to between them: under
 # full load its clock is lower, and waves load it fully.
 _HEATING_S = 0.2
+_STREAMED_BYTES = 1 << 30
 # For company and the quick rates.
 _REST_S = 15.0
 _PACKAGES = ("torch", "triton")
@@ -126,7 +127,8 @@ def measure_table(
         with Engine.random(
             model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
         ) as engine:
-            timed = [*sizes, *_timed(engine.machinery, model, until_s, notes, records)]
+            with zero_copy(device, dtype) as gather:
+                timed = [*sizes, *_timed(engine.machinery, model, until_s, notes, records, gather)]
             kind = engine.cpu_attention
         source = f"measured: the executor's kernels at the widths of {model.name}, {kind}"
         found += curves(timed, source)
@@ -159,13 +161,14 @@ def _timed(
     until_s: float,
     notes: list[str],
     records: list[Sequence[Times]],
+    gather: Work,
 ) -> Iterator[Timed]:
     heat, agenda = _heat(machinery), Agenda(points(model), until_s)
     with Bench(machinery.device) as bench:
         for point in agenda:
             try:
                 hot = heat if point.graph.phase == "prefill" else None
-                with op_bench(point.graph, machinery, bench) as ops:
+                with op_bench(point.graph, machinery, bench, gather) as ops:
                     records.append(ops.records)
                     if hot is not None:
                         bench.spans(Lane.GPU, hot, span_s=_HEATING_S)
@@ -189,10 +192,18 @@ def _timed(
 
 
 def _heat(machinery: Machinery) -> Work | None:
-    """Products that load a GPU fully; none on CPU lanes."""
+    """Products, and memory read and written for a fifth of the time, as in a wave that keeps the
+    GPU busy; none on CPU lanes."""
     if machinery.device.type != "cuda":
         return None
-    return rates.Products(machinery.family.dtype, machinery.device, 4096, 14336).over(4096)
+    product = rates.Products(machinery.family.dtype, machinery.device, 4096, 14336).over(4096)
+    a, b = torch.zeros(2, _STREAMED_BYTES, dtype=torch.uint8, device=machinery.device)
+
+    def heat() -> None:
+        product()
+        b.copy_(a)
+
+    return heat
 
 
 def _distinct(found: Sequence[Curve]) -> list[Curve]:
