@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moegen.sim.clock import Clock
 from moegen.sim.cost import Cost, CostModel
-from moegen.sim.fluid import Clock, InterruptibleFluid
+from moegen.sim.fluid import InterruptibleFluid
 from moegen.sim.sharing import speeds_of
 
 RESOURCES = ("h2d", "d2h", "host_memory")
@@ -20,7 +21,7 @@ def rule(**capacities: float) -> CostModel:
 
 def ends_of(begins, costs, lanes, sharing) -> list[float]:
     """When tasks that begin at these moments are through."""
-    clock, ends = Clock(0.0), [float("nan")] * len(begins)
+    clock, ends = Clock(), [float("nan")] * len(begins)
 
     def through(tasks):
         for at in tasks:
@@ -35,7 +36,7 @@ def ends_of(begins, costs, lanes, sharing) -> list[float]:
     kinds = range(len(costs))
     fluid = InterruptibleFluid(clock, through, sharing, costs, kinds, seconds, lanes)
     for at, when in enumerate(begins):
-        clock.at(when, lambda _, at=at: begin(at))
+        clock.at(when, lambda at=at: begin(at))
     clock.run()
     return ends
 
@@ -108,8 +109,8 @@ def test_who_is_never_slowed_ends_at_start_plus_seconds_to_the_last_digit(seed):
 
 
 def test_the_clock_comes_to_the_moment_itself():
-    clock, came = Clock(0.0), []
+    clock, came = Clock(), []
     # 0.2 + (0.9 - 0.2) is not 0.9.
-    clock.at(0.2, lambda _: clock.at(0.9, lambda _: came.append(clock.now)))
+    clock.at(0.2, lambda: clock.at(0.9, lambda: came.append(clock.now)))
     clock.run()
     assert 0.2 + (0.9 - 0.2) != 0.7 and came == [0.9]

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from heapq import heappush
 from typing import Any
 
 import simpy
 from simpy.events import EventPriority
 
+from moegen.sim.clock import LAST, Clock
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.sharing import speeds_of
 
 # Of events at one moment simpy takes those of low numbers first: 0 urgent, 1 normal.
-_NORMAL, _AFTER_ALL_ELSE = EventPriority(1), EventPriority(3)
+_AFTER_ALL_ELSE = EventPriority(2)
 _NONE = -1
-
-
-class Clock(simpy.Environment):
-    """simpy's, which can also be told a moment: ``now + (moment - now)`` is not always that."""
-
-    def at(
-        self, when: float, call: Callable[[simpy.Event], None], priority: EventPriority = _NORMAL
-    ) -> None:
-        """Call something at a moment that has not passed."""
-        event = simpy.Event(self)
-        event._ok, event._value = True, None
-        event.callbacks.append(call)
-        heappush(self._queue, (when, priority, next(self._eid), event))
 
 
 class _Flow:
@@ -192,21 +179,20 @@ class InterruptibleFluid(_Flows):
         """Set speeds, now or when nothing else is left to happen at this moment."""
         if not self._unsettled or self._asked:
             return
-        now = self._clock.now
-        if self._clock.peek() <= now:
+        if self._clock.following <= self._clock.now:
             self._asked = True
-            self._clock.at(now, self._settle, _AFTER_ALL_ELSE)
+            self._clock.at(self._clock.now, self._settle, LAST)
         else:
             self._settle()
 
-    def _settle(self, _: simpy.Event | None = None) -> None:
+    def _settle(self) -> None:
         self._unsettled = self._asked = False
         following = self._set_speeds(self._clock.now)[0]
         if following < math.inf and following != self._following:
             self._following = following
             self._clock.at(following, self._end)
 
-    def _end(self, _: simpy.Event) -> None:
+    def _end(self) -> None:
         now = self._clock.now
         if now != self._following:
             return  # speeds have changed since

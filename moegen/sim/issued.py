@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from moegen.graph.latencies import Latencies
 from moegen.graph.structure import Structure
 from moegen.graph.task import Lane, TaskGraph
+from moegen.sim.clock import Clock
 from moegen.sim.cost import Cost, CostModel
-from moegen.sim.fluid import Clock, InterruptibleFluid
+from moegen.sim.fluid import InterruptibleFluid
 from moegen.sim.issuing import Issuing
 
 
@@ -60,7 +61,7 @@ class IssuedRun:
     ) -> None:
         self._structure: Structure = g.structure
         self._n, total = len(g), len(seconds)
-        self._total, self._seconds, self._clock = total, seconds, Clock(0.0)
+        self._total, self._seconds, self._clock = total, seconds, Clock()
         self.start_s, self.end_s = [math.nan] * total, [math.nan] * total
         self._ended = bytearray(total)
         self._awaited: dict[int, list[_Lane]] = {}  # lanes that wait for a task
@@ -129,14 +130,14 @@ class IssuedRun:
             if lane.late_s and waits:
                 from_s = max(self.end_s[base + other] for other in waits) + lane.late_s
                 if from_s > clock.now:
-                    clock.at(from_s, lambda _: self._again(lane))
+                    clock.at(from_s, lambda: self._again(lane))
                     return
             self.start_s[at] = clock.now
             if self._seconds[at] > 0:
                 if self._fluid is not None:
                     self._fluid.begin(at)
                 else:
-                    clock.at(clock.now + self._seconds[at], lambda _: self._through([lane.at]))
+                    clock.at(clock.now + self._seconds[at], lambda: self._through([lane.at]))
                 return
             if not self._worked(lane):
                 return
@@ -159,7 +160,7 @@ class IssuedRun:
         """The lane's task has done its work; it ends now, unless the thread is not through."""
         done_s = self._thread.done_s[lane.at]
         if done_s > self._clock.now:
-            self._clock.at(done_s, lambda _: self._late(lane))
+            self._clock.at(done_s, lambda: self._late(lane))
             return False
         self._end(lane)
         return True

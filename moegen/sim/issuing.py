@@ -15,18 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import simpy
-from simpy.events import EventPriority
-
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import Lane, TaskGraph, TaskId
-from moegen.sim.fluid import Clock
+from moegen.sim.clock import THEN, Clock
 from moegen.sim.handover import rules
 
 # Who is looked at first, as in the executor.
 URGENCY = (Lane.BULK, Lane.ACT, Lane.KV, Lane.CPU, Lane.GPU)
 # At one moment the thread looks when all that ends then has ended.
-_AFTER_ENDS = EventPriority(2)
+_AFTER_ENDS = THEN
 _IDLE = math.inf
 
 
@@ -117,11 +114,11 @@ class Issuing:
         if late_s is not None:
             self._clock.at(self._end_s[at] + late_s, self._ring, _AFTER_ENDS)
 
-    def _ring(self, _: simpy.Event) -> None:
+    def _ring(self) -> None:
         if self._resting:
             self._turn()
 
-    def _turn(self, _: simpy.Event | None = None) -> None:
+    def _turn(self) -> None:
         """Go on until there is nothing to hand over, or handing over takes a while."""
         until_s = next(self._turns, _IDLE)
         self._resting = until_s == _IDLE
