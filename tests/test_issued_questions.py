@@ -14,6 +14,7 @@ from moegen.sim.corrected import OpTimes
 from moegen.sim.cost import CostModel
 from moegen.sim.measured import Measured
 from moegen.sim.other_machine import OtherMachine
+from moegen.sim.step_times import StepTimes
 from moegen.timeline import Timeline
 
 S = mg.Strategy(B=64, b_a=16, b_e=4096, s_expert=0, omega=0.25)
@@ -101,3 +102,47 @@ def test_another_link_in_company_is_that_of_a_table_with_another_link(cost):
 
 def _as_measured(run: Timeline) -> Timeline:
     return Timeline(run.graph, run.ids, run.start_s, run.end_s, source="measured")
+
+
+def test_few_layers_stand_for_many_with_the_thread_too():
+    cost = slow_thread()
+    model = mg.ModelSpec.from_pretrained("deepseek-v2-lite")
+    s = mg.Strategy(B=4, b_a=4, b_e=64, s_expert=8 * model.expert_bytes, fetch="routed")
+    graph = mg.build(model, s, kv_len=600)
+    whole = mg.simulate(graph, cost, steps=3).period_s
+    assert whole > 1.1 * mg.simulate(graph, CostModel.from_profile("h200"), steps=3).period_s
+    few = StepTimes(model, s, "decode", (600,) * 4, cost, True)
+    assert graph.shape is not None
+    assert few(graph.shape)[1] == pytest.approx(whole, rel=0.005)
+
+
+def test_a_plan_counts_with_the_thread():
+    """The search looks away from it, but not the job that it ends with."""
+    cost = slow_thread()
+    model = mg.ModelSpec.from_pretrained("deepseek-v2-lite")
+    hw = cost.hw.with_(gpu_memory_bytes=24e9)
+    plan = mg.plan(model, hw, mg.Workload.uniform(n=4, prompt_len=512, gen_len=128), cost)
+    graph = mg.build(model, plan.decode, kv_len=576)
+    period_s = mg.simulate(graph, cost, steps=3).period_s
+    assert plan.time_s == pytest.approx(128 * period_s, rel=0.05)
+    assert period_s > 2 * mg.simulate(graph, CostModel.from_profile("h200"), steps=3).period_s
+
+
+def test_what_is_known_of_a_task_is_not_counted_twice(graph):
+    table = slow_thread().table
+    both = Measured(replace(table, machine=replace(table.machine, task_s=1e-3)))
+    measured = {op for curve in table.curves for op in curve.ops}
+    for t in graph:
+        cost = both.estimate(t)
+        if t.id.op in measured:
+            assert cost.issue_s == pytest.approx(2e-4 * t.work.launches)
+            assert "issue" not in cost.demands and cost.seconds == both.physical().seconds(t)
+        elif not t.work.empty:
+            assert cost.issue_s == 0 and cost.demands["issue"] == 1e-3 <= cost.seconds
+    assert measured & {t.id.op for t in graph} and measured - {t.id.op for t in graph}
+
+
+def slow_thread() -> Measured:
+    table = ProfileTable.from_name("h200")
+    curves = tuple(replace(curve, issue_s=2e-4) for curve in table.curves)
+    return Measured(replace(table, curves=curves, latencies=Latencies(3e-5, 5e-5, 4e-5)))

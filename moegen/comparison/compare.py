@@ -89,10 +89,10 @@ class Comparison:
 
         Indexed by part. "task cost": tasks alone take longer or shorter than predicted.
         "scheduling and contention": they ran at other times, and slowed each other otherwise.
-        "untracked overhead": the time that the measured durations and the graph do not explain,
-        such as host code between tasks; below 0, as nobody predicted it. Seconds have the sign
-        of the error, shares are of the measured period. `moegen.comparison.split` says how they
-        are told apart.
+        "untracked overhead": the time that the measured durations, the graph and what handing tasks
+        over was predicted to take do not explain, such as other host code between tasks; below 0
+        where nobody predicted it. Seconds have the sign of the error, shares are of the measured
+        period. `moegen.comparison.split` says how they are told apart.
 
         Raises
         ------

@@ -2,7 +2,8 @@
 
 With P the predicted period and M the measured one, two more are simulated between them::
 
-    R   the measured durations, nobody disturbing anybody: what graph and durations explain
+    R   the measured durations, nobody disturbing anybody: what graph and durations explain,
+        and the issuing thread, where the prediction knows of it
     S   each task's alone-equivalent duration, sharing the machine as the prediction has it
 
     P - M  =  (P - S)  +  (S - R)  +  (R - M)
@@ -18,7 +19,10 @@ shorter as the cost model says that those who ran beside it slowed it down; a wr
 shows as task cost, since nothing measured tells the two apart.
 
 A duration lasts from the start that was recorded on the task's lane to its end. If the kernel
-came late after that start, waiting for its launch, it is part of the duration.
+came late after that start, waiting for its launch, it is part of the duration. Where the
+prediction knows what the issuing thread takes (`moegen.sim.issuing`), all three hand tasks over
+as it says: what the thread takes is then no overhead that nobody tracked, what it takes beyond
+that is; and a task that lasted no longer than its handing over took is not held to be long.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ PARTS = ("task cost", "scheduling and contention", "untracked overhead")
 _DISTURBED = 0.01
 # How many of a kind must have run undisturbed for their median to stand for the others.
 _ENOUGH = 0.05
+# A task that lasted no longer than so many times what handing it over takes was held by that.
+_HELD = 1.05
 # An op whose durations are wrong by less than this share of the run, all together, is not tried.
 _LEAST = 2e-5
 
@@ -81,7 +87,7 @@ class Split:
         task_cost_s = again_s - shared_s
         # P is simulated again over as many steps as were measured: what that changes is not what
         # tasks cost.
-        replay_s = self._simulate(self._pairs.measured_s, shared=False)
+        replay_s = self._simulate(self._pairs.measured_s, alone=True)
         contention_s = (self._predicted_period_s - again_s) + (shared_s - replay_s)
         parts = (task_cost_s, contention_s, error_s - task_cost_s - contention_s)
         return dict(zip(PARTS, parts, strict=True))
@@ -125,18 +131,20 @@ class Split:
         """Periods with all durations predicted, and with all alone-equivalent."""
         return self._simulate(self._predicted_s), self._simulate(self.alone_s)
 
-    def _simulate(self, seconds: np.ndarray, shared: bool = True) -> float:
-        sharing = self._rule if shared and self._shared else None
-        return self._period.of(
-            *run_lanes(self._graph, self._costs, self._kinds, seconds.tolist(), sharing)
-        )
+    def _simulate(self, seconds: np.ndarray, alone: bool = False) -> float:
+        """The period with these durations; ``alone`` if nobody disturbs anybody."""
+        # Where the prediction knows of the issuing thread, tasks are handed over all the same.
+        latencies = self._rule.latencies if self._shared else None
+        sharing = self._rule if self._shared and not alone else None
+        of = self._graph, self._costs, self._kinds, seconds.tolist()
+        return self._period.of(*run_lanes(*of, sharing, latencies))
 
     @cached_property
     def alone_s(self) -> np.ndarray:
         """How long each task would have taken alone, shape [N]."""
         pairs = self._pairs
         speeds, disturbed = self._company()
-        alone = pairs.measured_s * speeds
+        alone = self._worked_s(speeds)
         undisturbed = disturbed <= _DISTURBED
         kinds = np.array(self._kinds)
         for kind in np.unique(kinds[~undisturbed]):
@@ -145,6 +153,19 @@ class Split:
             if known.any() and known.sum() >= _ENOUGH * (of & pairs.counted).sum():
                 alone[of & ~undisturbed] = np.median(alone[known])
         return alone
+
+    def _worked_s(self, speeds: np.ndarray) -> np.ndarray:
+        """Measured durations at full speed, of tasks that the issuing thread held less that.
+
+        A task lasts until the thread is through with it. One that took no longer than handing it
+        over tells nothing of its work, which is then held to be what was predicted.
+        """
+        lasted_s = self._pairs.measured_s
+        if self._shared:
+            issue_s = np.array([self._costs[k].issue_s for k in self._kinds])
+            work_s = np.minimum(lasted_s, self._predicted_s / speeds)
+            lasted_s = np.where(lasted_s <= _HELD * issue_s, work_s, lasted_s)
+        return lasted_s * speeds
 
     def _company(self) -> tuple[np.ndarray, np.ndarray]:
         """Each task's mean speed by the prediction's rule, given who ran beside it, and the share

@@ -371,9 +371,9 @@ class Issuer(Generic[StepT]):
 
     def _bind(self, index: int) -> None:
         step = self.kernels.next_step(index)
+        self._idle = False  # that changes what there is to do, for lanes looked at before too
         if step is None:
             self._stop_at = index
-            self._idle = False  # that changes what is left to do
             return
         self.steps[index] = step
         self.steps.pop(index - WINDOW, None)

@@ -98,7 +98,7 @@ def bound(g: TaskGraph, cost: CostModel) -> Bound:
     that use the link together), and the longest chain of DATA edges that one step must go
     through before the next one can (in decode: layers times the chain of one layer).
     n steps take at least n times as long. It is the machine's: the executor's own host code
-    (``HardwareSpec.task_s``) is not in it.
+    (``HardwareSpec.task_s``, ``Cost.issue_s``) is not in it.
 
     Parameters
     ----------

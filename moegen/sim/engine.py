@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import simpy
 
 from moegen.errors import DeadlockError, InvalidInput
+from moegen.graph.latencies import Latencies
 from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel, checked_cost
-from moegen.sim.fluid import Fluid, InterruptibleFluid
-from moegen.sim.issuing import Issuing
+from moegen.sim.fluid import Fluid
+from moegen.sim.issued import IssuedRun
 from moegen.sim.recorded import Recorded
 from moegen.timeline import Timeline, incoming
 
@@ -35,7 +36,9 @@ def simulate(
     """Run ``g`` on a model of the machine.
 
     Each lane runs its tasks in program order; a task starts when every task it waits for
-    has ended. Nothing else delays it.
+    has ended. Nothing else delays it, unless the cost model knows what handing tasks over takes
+    of the executor's issuing thread (``Cost.issue_s``): then it also waits for that, see
+    `moegen.sim.issuing`.
 
     Parameters
     ----------
@@ -48,8 +51,8 @@ def simulate(
     shared : bool
         True: tasks that run at the same time share the link, the host's memory and so on,
         max-min fair in what each gets of them (see `moegen.sim.sharing`); a task alone takes
-        exactly its seconds. False: nobody disturbs anybody, and the makespan is the longest
-        path of Eq. 4 to the last digit.
+        exactly its seconds. False: nobody disturbs anybody, the issuing thread takes no time,
+        and the makespan is the longest path of Eq. 4 to the last digit.
     shapes : sequence of Shape, optional
         What each step works on, where steps differ: as many are run, and ``g`` gives their
         structure. Those of a measured run are its ``shapes``.
@@ -77,7 +80,9 @@ def simulate(
         repeats = steps = len(shapes)
         costs, kinds = _estimates_of(g, cost, shapes)
     seconds = [costs[k].seconds for k in kinds]
-    start_s, end_s = run_lanes(g, costs, kinds, seconds, cost if shared else None)
+    start_s, end_s = run_lanes(
+        g, costs, kinds, seconds, cost if shared else None, cost.latencies if shared else None
+    )
     meta: dict[str, Any] = {"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)}
     if shapes is not None:
         meta["shapes"] = [shape.to_dict() for shape in shapes]
@@ -97,6 +102,7 @@ def run_lanes(
     kinds: Sequence[int],
     seconds: Sequence[float],
     sharing: CostModel | None,
+    latencies: Latencies | None = None,
 ) -> tuple[list[float], list[float]]:
     """When each task starts and ends.
 
@@ -110,6 +116,9 @@ def run_lanes(
         How long each task takes at full speed.
     sharing : CostModel, optional
         Who gets how much where tasks run together; without it nobody disturbs anybody.
+    latencies : Latencies, optional
+        With them, and where the costs say what handing tasks over takes, so does one thread (see
+        `moegen.sim.issuing`); without them that takes no time.
 
     Returns
     -------
@@ -121,8 +130,14 @@ def run_lanes(
     DeadlockError
         If some task never ends.
     """
-    run = _Run(g, costs, kinds, seconds, sharing)
+    run: _Run | IssuedRun
+    if latencies is not None and any(c.issue_s for c in costs):
+        run = IssuedRun(g, costs, kinds, seconds, sharing, latencies)
+    else:
+        run = _Run(g, costs, kinds, seconds, sharing)
     run()
+    if any(map(math.isnan, run.end_s)):  # simpy returns normally when everybody waits
+        raise DeadlockError(_stalled(g, run))
     return run.start_s, run.end_s
 
 
@@ -216,6 +231,8 @@ def _estimate(cost: CostModel, task: Task) -> Cost:
             f"{task.id} lasts {estimate.seconds} s by {cost!r}: a duration must be finite and "
             f"not negative"
         )
+    if not isinstance(estimate, Cost):
+        estimate = Cost(estimate.seconds, estimate.provenance, estimate.demands)
     return estimate
 
 
@@ -244,30 +261,20 @@ class _Run:
         # where the task has not begun.
         self._running: list[simpy.Event | None] = [None] * total
         self._awaited: dict[int, simpy.Event] = {}
-        self._fluid, self._issuing = None, None
+        self._fluid = None
         if sharing is not None:
             lane_of = g.structure.lane_of * repeats
-            issued = any(c.issue_s for c in costs)
-            fluid = InterruptibleFluid if issued else Fluid
-            self._fluid = fluid(self._env, sharing, costs, kinds, seconds, lane_of)
-            if issued:
-                issue_s = [costs[k].issue_s for k in kinds]
-                self._issuing = Issuing(
-                    self._env, g, issue_s, sharing.latencies, self._ended, self.end_s
-                )
+            self._fluid = Fluid(self._env, sharing, costs, kinds, seconds, lane_of)
 
     def __call__(self) -> None:
         begin = self._alone if self._fluid is None else self._fluid.begin
-        for number, queue in enumerate(self._g.structure.lanes):
-            process = self._lane(queue, begin)
-            if self._issuing is not None:
-                process = self._issued_lane(number, queue, self._issuing, begin)
-            self._env.process(process)
-        if self._issuing is not None:
-            self._env.process(self._issuing.run())
+        for queue in self._g.structure.lanes:
+            self._env.process(self._lane(queue, begin))
         self._env.run()
-        if not all(self._ended):  # simpy returns normally when all processes wait
-            raise DeadlockError(self._stalled())
+
+    def standing(self) -> list[str]:
+        """Lanes wait for nobody but each other."""
+        return []
 
     def _alone(self, at: int, now: float) -> simpy.Event:
         seconds = self._seconds[at]
@@ -303,64 +310,31 @@ class _Run:
                 if at in awaited:
                     awaited.pop(at).succeed(now)
 
-    def _issued_lane(
-        self, number: int, queue: Sequence[int], issuing: Issuing, begin: _Begin
-    ) -> Generator[simpy.Event, float, None]:
-        """The same, where a task cannot begin before the issuing thread has turned to it, nor
-        end before that is through with it."""
-        structure, env = self._g.structure, self._env
-        notice_s = issuing.notice_s(number)
-        waits, n = structure.first, structure.n
-        for step in range(self._repeats):
-            if step:
-                waits = structure.later
-            for position in queue:
-                at = step * n + position
-                if not issuing.begun[at]:
-                    yield issuing.event(at)
-                for other in waits[position]:
-                    other += step * n
-                    if not self._ended[other]:
-                        event = self._awaited.get(other)
-                        if event is None:
-                            event = self._awaited[other] = simpy.Event(env)
-                        yield event
-                    late_s = self.end_s[other] + notice_s[position] - env.now
-                    if late_s > 0:
-                        yield simpy.Timeout(env, late_s)
-                self.start_s[at] = env.now
-                if self._seconds[at] > 0:
-                    yield begin(at, env.now)
-                if issuing.done_s[at] > env.now:
-                    yield simpy.Timeout(env, issuing.done_s[at] - env.now)
-                self.end_s[at] = env.now
-                self._ended[at] = 1
-                issuing.ended(at)
-                if at in self._awaited:
-                    self._awaited.pop(at).succeed(env.now)
 
-    def _stalled(self) -> str:
-        g, tasks = self._g, in_steps(self._g, self._repeats)
-        ended = {t.id for t, over in zip(tasks, self._ended, strict=True) if over}
-        started = {t.id for t, at_s in zip(tasks, self.start_s, strict=True) if at_s == at_s}
-        left = len(tasks) - len(ended)
-        lines = [f"{left} of {len(tasks)} tasks never end:"]
-        for lane in g.lanes:
-            waiting = [t.id for t in tasks if t.lane is lane and t.id not in ended]
-            if not waiting:
-                continue
-            head, *behind = waiting
-            if head in started:
-                why = "started and did not end"
-            else:
-                before = dict.fromkeys(e.src for e in incoming(g, head))
-                why = "waits for " + ", ".join(str(i) for i in before if i not in ended)
-            line = f"  {lane}: {head} {why}"
-            if behind:
-                line += f"; behind it {_few(behind)}"
-            lines.append(line)
-        lines.append("Check the order of the tasks in each lane against the edges.")
-        return "\n".join(lines)
+def _stalled(g: TaskGraph, run: _Run | IssuedRun) -> str:
+    """What never ended, and why."""
+    tasks = in_steps(g, len(run.end_s) // max(1, len(g)))
+    ended = {t.id for t, at_s in zip(tasks, run.end_s, strict=True) if at_s == at_s}
+    started = {t.id for t, at_s in zip(tasks, run.start_s, strict=True) if at_s == at_s}
+    left = len(tasks) - len(ended)
+    lines = [f"{left} of {len(tasks)} tasks never end:"]
+    for lane in g.lanes:
+        waiting = [t.id for t in tasks if t.lane is lane and t.id not in ended]
+        if not waiting:
+            continue
+        head, *behind = waiting
+        if head in started:
+            why = "started and did not end"
+        else:
+            before = [i for i in dict.fromkeys(e.src for e in incoming(g, head)) if i not in ended]
+            why = "waits for " + (", ".join(map(str, before)) or "the issuing thread")
+        line = f"  {lane}: {head} {why}"
+        if behind:
+            line += f"; behind it {_few(behind)}"
+        lines.append(line)
+    lines += run.standing()
+    lines.append("Check the order of the tasks in each lane against the edges.")
+    return "\n".join(lines)
 
 
 def _few(ids: Sequence[TaskId], n: int = 4) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import simpy
 from simpy.events import EventPriority
 
+from moegen.sim.clock import LAST, Clock
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.sharing import speeds_of
 
@@ -20,37 +21,32 @@ _NONE = -1
 class _Flow:
     """What runs on a lane: what is left of it, and how fast it goes since when."""
 
-    __slots__ = ("end_s", "ends", "left_s", "since_s", "speed")
+    __slots__ = ("at", "end_s", "ends", "left_s", "since_s", "speed")
 
     ends: simpy.Event
 
     def __init__(self) -> None:
+        self.at = _NONE
         self.left_s = 0.0  # at `since_s`, in seconds at full speed
         self.since_s = 0.0
         self.speed = 0.0
         self.end_s = math.inf  # if speeds stay as they are
 
 
-class Fluid:
-    """The tasks that run now, sharing resources.
-
-    Speeds change only when this set does, and it changes only when a task ends: then others
-    begin at the same moment, and once all have, speeds are set and the next end is known.
-    """
+class _Flows:
+    """The tasks that run now, and the speeds at which they do."""
 
     def __init__(
         self,
-        env: simpy.Environment,
         cost: CostModel,
         costs: Sequence[Cost],
         kinds: Sequence[int],
         seconds: Sequence[float],
         lane_of: Sequence[int],
     ) -> None:
-        self._env, self._cost, self._costs, self._kinds = env, cost, costs, kinds
+        self._cost, self._costs, self._kinds = cost, costs, kinds
         self._seconds = seconds
         self._lane_of = lane_of
-        self._now = 0.0
         # A lane runs one task at a time, so its place tells which; _NONE where it runs none.
         n_lanes = max(lane_of, default=-1) + 1
         self._flows = [_Flow() for _ in range(n_lanes)]
@@ -59,54 +55,20 @@ class Fluid:
         # Kinds that draw alike go at the same speeds, however long they take.
         self._draw_of: list[int] = [_NONE] * len(costs)
         self._draws: dict[tuple[tuple[tuple[str, float], ...], ...], int] = {}
-        self._settle_last(0.0)
 
-    def begin(self, at: int, now: float) -> simpy.Event:
-        """Begin a task; the event fires when it is through."""
+    def _put(self, at: int, now: float) -> _Flow:
+        """Let a task run from now on, at a speed that is yet to be set."""
         kind, lane = self._kinds[at], self._lane_of[at]
         draw = self._draw_of[kind]
         if draw == _NONE:
             draw = self._draw_of[kind] = self._draw(kind)
         self._running[lane] = draw
         flow = self._flows[lane]
-        flow.left_s, flow.since_s, flow.speed = self._seconds[at], now, 0.0
+        flow.at, flow.left_s, flow.since_s, flow.speed = at, self._seconds[at], now, 0.0
         flow.end_s = math.inf
-        flow.ends = event = simpy.Event(self._env)
-        return event
+        return flow
 
-    def _settle_last(self, delay_s: float) -> None:
-        """Settle so much later, when nothing else is left to happen at that moment."""
-        event = simpy.Event(self._env)
-        event._ok, event._value = True, None
-        event.callbacks.append(self._settle)
-        self._env.schedule(event, _AFTER_ALL_ELSE, delay_s)
-
-    def _ended(self, _: simpy.Event) -> None:
-        # The lanes that the end sets going have begun their next tasks by now, unless they
-        # wait for events of this moment that are still to come.
-        if self._env.peek() <= self._env.now:
-            self._settle_last(0.0)
-        else:
-            self._settle()
-
-    def _settle(self, _: simpy.Event | None = None) -> None:
-        """Set all speeds, and let the tasks that end next do so."""
-        now = self._now
-        following, last = self._next_ends(now)
-        if not last:
-            return
-        self._now = following
-        for flow in last:
-            self._running[self._flows.index(flow)] = _NONE
-            ends = flow.ends
-            ends._ok, ends._value = True, following  # as a Timeout does
-            self._env.schedule(ends, delay=following - now)
-        if len(last) == 1:  # by then all who wait for it have joined its callbacks
-            last[0].ends.callbacks.append(self._ended)
-        else:
-            self._settle_last(following - now)
-
-    def _next_ends(self, now: float) -> tuple[float, list[_Flow]]:
+    def _set_speeds(self, now: float) -> tuple[float, list[_Flow]]:
         """Set all speeds: when the next end is, if they stay, and whose it is."""
         draws = tuple(self._running)
         speeds = self._speeds.get(draws)
@@ -145,43 +107,106 @@ class Fluid:
         return [0.0 if draw == _NONE else next(speeds) for draw in draws]
 
 
-class InterruptibleFluid(Fluid):
-    """The same where tasks may begin at any moment, and not only when another ends.
+class Fluid(_Flows):
+    """Flows where a task begins only as another ends.
 
-    Who begins changes the speeds of all, so an end that was foreseen may come at another time.
+    So speeds change only when a task ends: others begin at the same moment, and once all have,
+    speeds are set and the next end is known.
     """
 
-    def __init__(self, *args: Any) -> None:
-        self._version = 0
-        self._asked_at = math.nan
-        super().__init__(*args)
+    def __init__(self, env: simpy.Environment, *of: Any) -> None:
+        super().__init__(*of)
+        self._env, self._now = env, 0.0
+        self._settle_last(0.0)
 
     def begin(self, at: int, now: float) -> simpy.Event:
-        event = super().begin(at, now)
-        self._ask()
+        """Begin a task; the event fires when it is through."""
+        flow = self._put(at, now)
+        flow.ends = event = simpy.Event(self._env)
         return event
 
-    def _ask(self) -> None:
-        """Settle at this moment, once."""
-        if self._asked_at != self._env.now:
-            self._asked_at = self._env.now
+    def _settle_last(self, delay_s: float) -> None:
+        """Settle so much later, when nothing else is left to happen at that moment."""
+        event = simpy.Event(self._env)
+        event._ok, event._value = True, None
+        event.callbacks.append(self._settle)
+        self._env.schedule(event, _AFTER_ALL_ELSE, delay_s)
+
+    def _ended(self, _: simpy.Event) -> None:
+        # The lanes that the end sets going have begun their next tasks by now, unless they
+        # wait for events of this moment that are still to come.
+        if self._env.peek() <= self._env.now:
             self._settle_last(0.0)
+        else:
+            self._settle()
 
     def _settle(self, _: simpy.Event | None = None) -> None:
-        self._asked_at = math.nan
-        now = self._env.now
-        following, last = self._next_ends(now)
-        self._version += 1
+        """Set all speeds, and let the tasks that end next do so."""
+        now = self._now
+        following, last = self._set_speeds(now)
         if not last:
             return
-        version = self._version
-        wake = simpy.Timeout(self._env, max(0.0, following - now))
-        wake.callbacks.append(lambda _: self._end(version, last))  # type: ignore[union-attr]
-
-    def _end(self, version: int, last: Sequence[_Flow]) -> None:
-        if version != self._version:
-            return  # somebody has begun since
+        self._now = following
         for flow in last:
             self._running[self._flows.index(flow)] = _NONE
-            flow.ends.succeed(self._env.now)
-        self._ask()
+            ends = flow.ends
+            ends._ok, ends._value = True, following  # as a Timeout does
+            self._env.schedule(ends, delay=following - now)
+        if len(last) == 1:  # by then all who wait for it have joined its callbacks
+            last[0].ends.callbacks.append(self._ended)
+        else:
+            self._settle_last(following - now)
+
+
+class InterruptibleFluid(_Flows):
+    """Flows where tasks may begin at any moment: an end that was foreseen may then move.
+
+    Parameters
+    ----------
+    clock : Clock
+    ended : callable
+        Called with those that are through, at that moment.
+    *of
+        As for the others: the cost model, costs, kinds, seconds, and each task's lane.
+    """
+
+    def __init__(self, clock: Clock, ended: Callable[[list[int]], None], *of: Any) -> None:
+        super().__init__(*of)
+        self._clock, self._ended = clock, ended
+        self._following = math.nan  # the end that the clock knows of
+        self._unsettled = self._asked = False
+
+    def begin(self, at: int) -> None:
+        """Begin a task; `settle` once all that begin at this moment have."""
+        self._put(at, self._clock.now)
+        self._unsettled = True
+
+    def settle(self) -> None:
+        """Set speeds, now or when nothing else is left to happen at this moment."""
+        if not self._unsettled or self._asked:
+            return
+        if self._clock.following <= self._clock.now:
+            self._asked = True
+            self._clock.at(self._clock.now, self._settle, LAST)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        self._unsettled = self._asked = False
+        following = self._set_speeds(self._clock.now)[0]
+        if following < math.inf and following != self._following:
+            self._following = following
+            self._clock.at(following, self._end)
+
+    def _end(self) -> None:
+        now = self._clock.now
+        if now != self._following:
+            return  # speeds have changed since
+        self._following = math.nan
+        through, running = [], self._running
+        for lane, flow in enumerate(self._flows):
+            if flow.end_s <= now and running[lane] != _NONE:
+                running[lane] = _NONE
+                through.append(flow.at)
+        self._unsettled = True
+        self._ended(through)

@@ -1,40 +1,51 @@
 """The executor's issuing thread, simulated: one thread that hands every lane's tasks over.
 
 A task's kernels cannot start before the thread has turned to the task, and its last one not
-before the thread is through with it. The thread goes on to what it can hand over next, as
-`moegen.exec.issue` does it: a stream waits by itself for what has been handed over to another
-stream, while for what the host must know, and for the CPU's results, the thread waits until they
-are there, which it notices a little later. Steps are bound one after the other, once the host
-knows the tokens of the one before; weights may be copied one step ahead of that.
+before the thread is through with it. The thread goes from lane to lane as `moegen.exec.issue`
+does: a stream waits by itself for what has been handed over to another stream, while for what the
+host must know, and for the CPU's results, the thread leaves a lane alone until they are there,
+which it notices a little later. Steps are bound one after the other, once the host knows the
+tokens of the one before; weights may be copied one step ahead of that. What else the thread does,
+such as reading clocks while there is nothing to hand over, takes no time here, and it disturbs
+nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import NamedTuple
-
-import simpy
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 from moegen.graph.latencies import Latencies
-from moegen.graph.task import EdgeKind, Lane, TaskGraph
+from moegen.graph.task import Lane, TaskGraph, TaskId
+from moegen.sim.clock import THEN, Clock
+from moegen.sim.handover import rules
 
 # Who is looked at first, as in the executor.
-_URGENCY = (Lane.BULK, Lane.ACT, Lane.KV, Lane.CPU, Lane.GPU)
+URGENCY = (Lane.BULK, Lane.ACT, Lane.KV, Lane.CPU, Lane.GPU)
+# At one moment the thread looks when all that ends then has ended.
+_AFTER_ENDS = THEN
+_IDLE = math.inf
 
 
-class _Wait(NamedTuple):
-    """Wait for the task at ``position``, ``distance`` steps back.
+class _Queue:
+    """A lane's tasks, step after step, and how far they have been handed over."""
 
-    ``notice_s`` is how long after its end it is noticed; below 0 if it is enough that it has
-    been handed over.
-    """
+    __slots__ = ("awaits", "base", "lane", "number", "of", "place", "positions", "step", "waited")
 
-    position: int
-    distance: int
-    notice_s: float
+    def __init__(self, number: int, lane: Lane, positions: Sequence[int]) -> None:
+        self.number, self.lane, self.positions = number, lane, positions
+        self.step = self.base = self.place = 0  # of the task at the head; base is step * n
+        self.waited = 0  # waits that it has behind it
+        # What it was last found to wait for: a place in an array of what has been handed over,
+        # or has ended.
+        self.awaits: Sequence[int] = b"\1"
+        self.of = 0
 
-
-_HANDED_OVER = -1.0
+    def advance(self, n: int) -> None:
+        self.waited = 0
+        self.place += 1
+        if self.place == len(self.positions):
+            self.place, self.step, self.base = 0, self.step + 1, self.base + n
 
 
 class Issuing:
@@ -42,7 +53,7 @@ class Issuing:
 
     Parameters
     ----------
-    env : Environment
+    clock : Clock
     g : TaskGraph
     issue_s : sequence of float, shape [steps * n]
         What each task takes of the thread.
@@ -51,6 +62,10 @@ class Issuing:
         Filled by the lanes.
     end_s : sequence of float, shape [steps * n]
         Likewise.
+    handed : callable
+        Called with a lane's number when its next task has been handed over.
+    rests : callable
+        Called when the thread rests, or is busy for a while.
 
     Attributes
     ----------
@@ -62,132 +77,112 @@ class Issuing:
 
     def __init__(
         self,
-        env: simpy.Environment,
+        clock: Clock,
         g: TaskGraph,
         issue_s: Sequence[float],
         latencies: Latencies,
         ended: Sequence[int],
         end_s: Sequence[float],
+        handed: Callable[[int], None],
+        rests: Callable[[], None],
     ) -> None:
-        self._env, self._n, self._issue_s = env, len(g), issue_s
-        self._latencies, self._ended, self._end_s = latencies, ended, end_s
+        self._clock, self._n, self._issue_s = clock, len(g), issue_s
+        self._ended, self._end_s, self._handed, self._rests = ended, end_s, handed, rests
         self.begun = bytearray(len(issue_s))
         self.done_s = [0.0] * len(issue_s)
-        self._events: dict[int, simpy.Event] = {}
-        self._bell: simpy.Event | None = None
-        lanes = list(g.lanes)
-        self._lanes, self._tasks = lanes, g.tasks
-        order = sorted(range(len(lanes)), key=lambda i: _URGENCY.index(lanes[i]))
-        self._queues = [(lanes[i] is Lane.GPU, g.structure.lanes[i]) for i in order]
-        self._waits = _waits(g, latencies)
-        # Whose ends the thread itself waits for, and how long it takes to notice.
-        self._noticed_s = {
-            w.position: w.notice_s for waits in self._waits for w in waits if w.notice_s >= 0
+        self._tasks, self._n_steps = g.tasks, len(issue_s) // max(1, len(g))
+        lanes = zip(g.lanes, g.structure.lanes, strict=True)
+        self._queues = [_Queue(i, lane, queue) for i, (lane, queue) in enumerate(lanes)]
+        self._queues.sort(key=lambda q: URGENCY.index(q.lane))
+        self._rules = rules(g)
+        # How late the thread notices the ends that it waits for.
+        cpu_s, gpu_s = latencies.cpu_to_host_s, latencies.gpu_to_host_s
+        self._late_s = {
+            at: cpu_s if on_cpu else gpu_s for at, on_cpu in self._rules.from_cpu.items()
         }
+        self._bound = 1 if self._rules.binds else math.inf
+        self._resting = False
+        self._turns = self._run()
 
-    def event(self, at: int) -> simpy.Event:
-        """Fires when the thread turns to a task."""
-        event = self._events.get(at)
-        if event is None:
-            event = self._events[at] = simpy.Event(self._env)
-        return event
-
-    def notice_s(self, lane: int) -> dict[int, float]:
-        """How late each task of a lane notices that those it waits for have ended."""
-        # Streams wait for each other at once; the CPU's thread is woken.
-        late_s = self._latencies.gpu_to_cpu_s if self._lanes[lane] is Lane.CPU else 0.0
-        return {i: late_s for i, t in enumerate(self._tasks) if t.lane is self._lanes[lane]}
+    def start(self) -> None:
+        """Begin at this moment."""
+        self._clock.at(self._clock.now, self._turn, _AFTER_ENDS)
 
     def ended(self, at: int) -> None:
         """A task has ended; lets the thread look again if it may have waited for that."""
-        notice_s = self._noticed_s.get(at % self._n)
-        if notice_s is not None:
-            simpy.Timeout(self._env, notice_s).callbacks.append(self._ring)
+        late_s = self._late_s.get(at % self._n)
+        if late_s is not None:
+            self._clock.at(self._end_s[at] + late_s, self._ring, _AFTER_ENDS)
 
-    def _ring(self, _: simpy.Event) -> None:
-        if self._bell is not None and not self._bell.triggered:
-            self._bell.succeed()
+    def _ring(self) -> None:
+        if self._resting:
+            self._turn()
 
-    def run(self) -> Generator[simpy.Event, object, None]:
-        """The thread's own process."""
-        env, total = self._env, len(self.begun)
-        steps = total // max(1, self._n)
-        heads = [0] * len(self._queues)  # how many tasks of each lane have been handed over
-        left = total
+    def _turn(self) -> None:
+        """Go on until there is nothing to hand over, or handing over takes a while."""
+        until_s = next(self._turns, _IDLE)
+        self._resting = until_s == _IDLE
+        if not self._resting:
+            self._clock.at(until_s, self._turn, _AFTER_ENDS)
+        self._rests()
+
+    def _run(self) -> Iterator[float]:
+        """What the thread does: until when it is busy, or `_IDLE`, each time."""
+        clock, n, issue_s, n_steps = self._clock, self._n, self._issue_s, self._n_steps
+        left = len(self.begun)
         while left:
-            moved = False
-            for i, (on_gpu, queue) in enumerate(self._queues):
-                while heads[i] < steps * len(queue):
-                    step, place = divmod(heads[i], len(queue))
-                    at = step * self._n + queue[place]
-                    if not self._may_go(step, queue[place]):
-                        break
-                    heads[i] += 1
+            moved, bound = False, self._bound
+            for q in self._queues:
+                while q.awaits[q.of] and q.step < n_steps and self._may_go(q):
+                    at = q.base + q.positions[q.place]
+                    q.advance(n)
                     left -= 1
                     moved = True
                     self.begun[at] = 1
-                    self.done_s[at] = env.now + self._issue_s[at]
-                    if at in self._events:
-                        self._events.pop(at).succeed()
-                    if self._issue_s[at] > 0:
-                        yield simpy.Timeout(env, self._issue_s[at])
-                    if on_gpu:
+                    self.done_s[at] = until_s = clock.now + issue_s[at]
+                    self._handed(q.number)
+                    if until_s > clock.now:
+                        yield until_s
+                    if q.lane is Lane.GPU:
                         break  # its launches are slow: see what others can do meanwhile
-            if not moved and left:
-                self._bell = simpy.Event(env)
-                yield self._bell
-                self._bell = None
+            if not moved and self._bound == bound:
+                yield _IDLE
 
-    def _may_go(self, step: int, position: int) -> bool:
-        for w in self._waits[position]:
-            if step < w.distance:
-                continue
-            at = (step - w.distance) * self._n + w.position
-            if w.notice_s < 0:
-                if not self.begun[at]:
+    def _may_go(self, q: _Queue) -> bool:
+        """Whether the task at the head of a queue can be handed over now."""
+        of, position = self._rules, q.positions[q.place]
+        waits = of.waits[position]
+        while q.waited < len(waits):
+            at, ends, binds = waits[q.waited]
+            at += q.base
+            if at >= 0:
+                q.awaits, q.of = self._ended if ends else self.begun, at
+                if not q.awaits[at] or (ends and self._noticed_s(at) > self._clock.now):
                     return False
-            elif not self._ended[at] or self._end_s[at] + w.notice_s > self._env.now + 1e-12:
-                return False
-        return True
+                if binds:
+                    self._bound = max(self._bound, q.step + of.steps[position] + 1)
+            q.waited += 1
+        return self._bound >= q.step + of.needs[position]
 
+    def _noticed_s(self, at: int) -> float:
+        return self._end_s[at] + self._late_s[at % self._n]
 
-def _waits(g: TaskGraph, latencies: Latencies) -> list[tuple[_Wait, ...]]:
-    """What the thread waits for before it hands each task over."""
-    place = {t.id: i for i, t in enumerate(g.tasks)}
-    binder = _binder(g)
-    found: list[dict[tuple[Lane, int, float], _Wait]] = [{} for _ in g.tasks]
+    def standing(self) -> list[str]:
+        """What the thread waits for, lane by lane, where that never came."""
+        said = []
+        for q in self._queues:
+            if q.step == self._n_steps:
+                continue
+            position = q.positions[q.place]
+            waits, what = self._rules.waits[position], "what tells its step"
+            if q.waited < len(waits):
+                w = waits[q.waited]
+                what = f"{self._id(q.base + w.at)} to {'end' if w.ends else 'be handed over'}"
+            held = self._id(q.base + position)
+            said.append(f"  the issuing thread holds back {held}: it waits for {what}")
+        return said
 
-    def add(v: int, u: int, distance: int, notice_s: float) -> None:
-        key = (g.tasks[u].lane, distance, notice_s)
-        if key not in found[v] or found[v][key].position < u:
-            found[v][key] = _Wait(u, distance, notice_s)
-
-    for e in g.edges:
-        u, v = place[e.src], place[e.dst]
-        src, dst = g.tasks[u].lane, g.tasks[v].lane
-        if e.reason.kind is EdgeKind.LANE or (src is dst and not e.reason.host):
-            continue
-        notice_s = _HANDED_OVER
-        if src is Lane.CPU and dst is not Lane.CPU:
-            notice_s = latencies.cpu_to_host_s
-        elif e.reason.host:
-            notice_s = latencies.gpu_to_host_s
-        add(v, u, e.reason.distance, notice_s)
-    if binder is not None:
-        for v, t in enumerate(g.tasks):
-            if v != binder:
-                add(v, binder, 1 if _is_ahead(g, v, t.lane) else 0, _HANDED_OVER)
-    return [tuple(sorted(waits.values())) for waits in found]
-
-
-def _binder(g: TaskGraph) -> int | None:
-    """The task with which a step begins: it needs what the step before left on the host."""
-    for e in g.edges:
-        if e.reason.host and e.reason.distance:
-            return next(i for i, t in enumerate(g.tasks) if t.id == e.dst)
-    return None
-
-
-def _is_ahead(g: TaskGraph, v: int, lane: Lane) -> bool:
-    """Whether a task needs nothing of its step: weights that are copied whoever is chosen."""
-    return lane is Lane.BULK and not any(e.reason.host for e in g.preds[g.tasks[v].id])
+    def _id(self, at: int) -> TaskId:
+        step, position = divmod(at, self._n)
+        of = self._tasks[position].id
+        return of._replace(step=step) if self._n_steps > 1 else of

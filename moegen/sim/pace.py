@@ -2,7 +2,9 @@
 
 The engine runs one graph. Here the same lanes, slots and fair sharing run for many strategies in
 step: each column of the arrays is a strategy with a clock of its own, and every turn of the loop
-takes each of them to its next event. Layers are stamped from one, as the builder does it.
+takes each of them to its next event. Layers are stamped from one, as the builder does it. What the
+issuing thread takes of each task (`moegen.sim.issuing`) is not in it: where that binds, as in steps
+of a few rows whose weights stay on the GPU, steps take longer than this says.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ class Roofline(CostModel):
     than a copy's floor; a zero-copy kernel (lanes KV and ACT) a launch plus bytes at
     the zero-copy rate, never above the link's; CPU attention the longer of reading its KV and of
     its arithmetic, and what each call costs. Whatever touches host memory, copies too, is never
-    faster than host memory gives its bytes. Where the machine's ``task_s`` is known, no task is
-    shorter, and short ones share the one thread that it takes with those of all lanes.
+    faster than host memory gives its bytes. Where the machine's ``task_s`` is known, and nothing
+    surer of a task, that is no shorter, and if short shares the one thread that it takes with
+    those of all lanes.
 
     Parameters
     ----------
@@ -89,7 +90,7 @@ class Roofline(CostModel):
         alone = self._alone(task.id, lane, work)
         seconds = alone.seconds
         demands: dict[str, float] = {}
-        if seconds < _HIDES * self._issue_s:
+        if seconds < _HIDES * self._issue_s and not issue_s:
             # A longer task is issued while the one before it runs, and slows nobody.
             demands["issue"] = self._issue_s
             seconds = max(seconds, self._issue_s)

@@ -1,4 +1,7 @@
-"""Bounds on a step, and a rough period, of tens of thousands of strategies at once."""
+"""Bounds on a step, and a rough period, of tens of thousands of strategies at once.
+
+What the issuing thread takes (`moegen.sim.issuing`) is in neither.
+"""
 
 from __future__ import annotations
 

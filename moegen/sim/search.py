@@ -3,7 +3,8 @@
 Tens of thousands of strategies go through the ledger and get a rough period, all in arrays
 (`moegen.sim.rough`). The best of them, each with the best ω for its other knobs, are run in step
 (`moegen.sim.pace`), and what is near the best of those, until nothing near is better. Whole jobs of
-the last few decide (`moegen.sim.job`).
+the last few decide (`moegen.sim.job`): these are simulated, with what the issuing thread takes
+(`moegen.sim.issuing`), of which what comes before knows nothing.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ class _FewCost(CostModel):
     def __init__(self, cost: CostModel, few: _Few) -> None:
         self._cost, self._few = cost, few
         self.by_work = cost.by_work
-        self.company = cost.company
+        self.company, self.latencies = cost.company, cost.latencies
 
     def __repr__(self) -> str:
         return repr(self._cost)

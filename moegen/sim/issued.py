@@ -1,0 +1,183 @@
+"""A run whose tasks one thread hands over: lanes that wait for it and for each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from moegen.graph.latencies import Latencies
+from moegen.graph.structure import Structure
+from moegen.graph.task import Lane, TaskGraph
+from moegen.sim.clock import Clock
+from moegen.sim.cost import Cost, CostModel
+from moegen.sim.fluid import InterruptibleFluid
+from moegen.sim.issuing import Issuing
+
+
+class _Lane:
+    """A lane, and the task that it runs, or runs next."""
+
+    __slots__ = ("at", "base", "idle", "late_s", "place", "positions")
+
+    def __init__(self, positions: Sequence[int], late_s: float) -> None:
+        self.positions, self.late_s = positions, late_s
+        self.base = self.place = 0
+        self.at = positions[0]
+        self.idle = True  # waits for the thread
+
+    def advance(self, n: int) -> None:
+        self.place += 1
+        if self.place == len(self.positions):
+            self.place, self.base = 0, self.base + n
+        self.at = self.base + self.positions[self.place]
+
+
+class IssuedRun:
+    """One simulation with the issuing thread.
+
+    A task cannot begin before the thread has turned to it, nor end before that is through with
+    it; otherwise it begins when all that it waits for have ended, as without the thread. On the
+    CPU lane it begins a little later than that, since the lane's thread is woken.
+
+    Parameters
+    ----------
+    g, costs, kinds, seconds, sharing, latencies
+        As for :func:`moegen.sim.engine.run_lanes`.
+
+    Attributes
+    ----------
+    start_s, end_s : list of float, shape [steps * n]
+        NaN for what has not begun, or not ended.
+    """
+
+    def __init__(
+        self,
+        g: TaskGraph,
+        costs: Sequence[Cost],
+        kinds: Sequence[int],
+        seconds: Sequence[float],
+        sharing: CostModel | None,
+        latencies: Latencies,
+    ) -> None:
+        self._structure: Structure = g.structure
+        self._n, total = len(g), len(seconds)
+        self._total, self._seconds, self._clock = total, seconds, Clock()
+        self.start_s, self.end_s = [math.nan] * total, [math.nan] * total
+        self._ended = bytearray(total)
+        self._awaited: dict[int, list[_Lane]] = {}  # lanes that wait for a task
+        self._ready: list[_Lane] = []  # lanes to be looked at, at this moment
+        self._lanes = [
+            _Lane(queue, latencies.gpu_to_cpu_s if lane is Lane.CPU else 0.0)
+            for lane, queue in zip(g.lanes, g.structure.lanes, strict=True)
+        ]
+        by_position: list[_Lane] = [self._lanes[0]] * self._n
+        for lane in self._lanes:
+            for position in lane.positions:
+                by_position[position] = lane
+        self._lane_of = by_position
+        self._fluid, self._settle = None, _nothing
+        if sharing is not None:
+            lane_of = g.structure.lane_of * (total // self._n)
+            self._fluid = InterruptibleFluid(
+                self._clock, self._through, sharing, costs, kinds, seconds, lane_of
+            )
+            self._settle = self._fluid.settle
+        self._thread = Issuing(
+            self._clock,
+            g,
+            [costs[k].issue_s for k in kinds],
+            latencies,
+            self._ended,
+            self.end_s,
+            self._handed,
+            self._settle,
+        )
+
+    def __call__(self) -> None:
+        """Run until nothing more happens."""
+        self._thread.start()
+        self._clock.run()
+
+    def standing(self) -> list[str]:
+        """What the thread waits for, where that never came."""
+        return self._thread.standing()
+
+    def _handed(self, number: int) -> None:
+        lane = self._lanes[number]
+        if lane.idle:
+            lane.idle = False
+            self._go(lane)
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._ready:
+            self._go(self._ready.pop())
+
+    def _go(self, lane: _Lane) -> None:
+        """Begin the lane's next tasks, as far as they can be."""
+        clock, ended, begun = self._clock, self._ended, self._thread.begun
+        structure = self._structure
+        while lane.at < self._total:
+            at, base = lane.at, lane.base
+            if not begun[at]:
+                lane.idle = True
+                return
+            waits = (structure.later if base else structure.first)[at - base]
+            for other in waits:
+                if not ended[base + other]:
+                    self._awaited.setdefault(base + other, []).append(lane)
+                    return
+            if lane.late_s and waits:
+                from_s = max(self.end_s[base + other] for other in waits) + lane.late_s
+                if from_s > clock.now:
+                    clock.at(from_s, lambda: self._again(lane))
+                    return
+            self.start_s[at] = clock.now
+            if self._seconds[at] > 0:
+                if self._fluid is not None:
+                    self._fluid.begin(at)
+                else:
+                    clock.at(clock.now + self._seconds[at], lambda: self._through([lane.at]))
+                return
+            if not self._worked(lane):
+                return
+
+    def _again(self, lane: _Lane) -> None:
+        self._go(lane)
+        self._drain()
+        self._settle()
+
+    def _through(self, tasks: Sequence[int]) -> None:
+        """These have done their work."""
+        for at in tasks:
+            lane = self._lane_of[at % self._n]
+            if self._worked(lane):
+                self._go(lane)
+        self._drain()
+        self._settle()
+
+    def _worked(self, lane: _Lane) -> bool:
+        """The lane's task has done its work; it ends now, unless the thread is not through."""
+        done_s = self._thread.done_s[lane.at]
+        if done_s > self._clock.now:
+            self._clock.at(done_s, lambda: self._late(lane))
+            return False
+        self._end(lane)
+        return True
+
+    def _late(self, lane: _Lane) -> None:
+        self._end(lane)
+        self._again(lane)
+
+    def _end(self, lane: _Lane) -> None:
+        at = lane.at
+        self.end_s[at] = self._clock.now
+        self._ended[at] = 1
+        lane.advance(self._n)
+        if at in self._awaited:
+            self._ready += self._awaited.pop(at)
+        self._thread.ended(at)
+
+
+def _nothing() -> None:
+    """Where nobody disturbs anybody there is nothing to settle."""

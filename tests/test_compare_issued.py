@@ -1,0 +1,116 @@
+"""Why a prediction was wrong that knows the issuing thread: parts with known answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from handmade import edge, random_demands, random_durations, random_graph, task
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from issued import Issued, fixed
+
+import moegen as mg
+from moegen.comparison.split import PARTS
+from moegen.graph.latencies import Latencies
+from moegen.graph.task import TaskGraph
+from moegen.sim.cost import CostModel
+from moegen.timeline import Timeline
+
+NOTICED = Latencies(gpu_to_host_s=0.5)
+
+
+def decode_in_small() -> TaskGraph:
+    """rows, work, tokens, which the host must know before the next step."""
+    tasks = task("rows", "ACT"), task("work", "GPU"), task("tokens", "ACT")
+    back = edge("tokens", "rows", distance=1)
+    back = back._replace(reason=back.reason._replace(host=True))
+    return TaskGraph(tasks, (edge("rows", "work"), edge("work", "tokens"), back))
+
+
+def cost(latencies=NOTICED, issue_s=0.25, work=4.0) -> CostModel:
+    return fixed({"rows": 1.0, "work": work, "tokens": 1.0}, issue_s, latencies)
+
+
+def parts(predicted: CostModel, real: CostModel, graph=None, steps: int = 6) -> list[float]:
+    """Parts of the error where ``real`` is how things were."""
+    run = mg.simulate(graph or decode_in_small(), real, steps)
+    measured = Timeline(run.graph, run.ids, run.start_s, run.end_s, source="measured")
+    result = mg.compare(predicted, measured)
+    seconds = result.parts["seconds"]
+    assert seconds.sum() == pytest.approx(result.error_s, abs=1e-9)
+    return [seconds[part] for part in PARTS]
+
+
+def test_what_the_thread_takes_is_tracked():
+    # 6 s of tasks a step, and 0.5 until the thread notices the tokens.
+    assert mg.simulate(decode_in_small(), cost(), 6).period_s == 6.5
+    assert parts(cost(), cost()) == [0.0, 0.0, 0.0]
+    # A task that takes longer is still just that: before and after it the thread is as it was.
+    assert parts(cost(), cost(work=5.0)) == [-1.0, 0.0, 0.0]
+    # Nobody who does not know the thread can track it.
+    assert parts(cost().of, cost()) == [0.0, 0.0, -0.5]
+
+
+def test_what_the_thread_takes_beyond_its_prediction_is_not():
+    later = cost(Latencies(gpu_to_host_s=0.75))
+    assert parts(cost(), later) == [0.0, 0.0, -0.25]
+    assert parts(later, cost()) == [0.0, 0.0, 0.25]
+
+
+def test_a_task_that_waits_for_the_thread_is_not_long():
+    # Handing work over takes 6 s from 0.25 on, which its 4 s are hidden in: it runs from 1 to
+    # 6.25, when tokens is handed over, which is noticed at 7.75.
+    slow = {"rows": 0.25, "work": 6.0, "tokens": 0.25}
+    assert mg.simulate(decode_in_small(), cost(issue_s=slow), 6).period_s == 7.75
+    assert parts(cost(issue_s=slow), cost(issue_s=slow)) == [0.0, 0.0, 0.0]
+    # Longer than that it is because of its work, from 1 to 8: the step takes 9.5.
+    assert parts(cost(issue_s=slow), cost(issue_s=slow, work=7.0)) == [-1.75, 0.0, 0.0]
+
+
+def test_contention_beside_the_thread_is_contention():
+    graph = TaskGraph((task("a", "BULK"), task("b", "KV")), (edge("a", "b", "DATA", 1),))
+
+    def link(capacity: float) -> CostModel:
+        demands = {"a": {"h2d": 4.0}, "b": {"h2d": 4.0}}
+        return fixed({"a": 4.0, "b": 4.0}, 0.5, demands=demands, capacities={"h2d": capacity})
+
+    wide, narrow = mg.simulate(graph, link(2.0), 6), mg.simulate(graph, link(1.0), 6)
+    assert wide.period_s == 4.0 and narrow.period_s == pytest.approx(8.0, rel=0.1)
+    found = parts(link(2.0), link(1.0), graph)
+    assert found[1:] == pytest.approx([0.0, 0.0], abs=1e-9)  # always in company: by the rule
+    found = parts(link(1.0), link(1.0), graph)
+    assert found == pytest.approx([0.0, 0.0, 0.0], abs=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4))
+def test_parts_sum_to_the_error_and_what_came_true_has_no_overhead(seed, steps):
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng)
+
+    def made() -> Issued:
+        of = CostModel.fixed(
+            random_durations(rng, graph),
+            demands=random_demands(rng, graph),
+            capacities={"h2d": 1.0, "d2h": 1.0, "host_memory": 1.2},
+        )
+        issue_s = {t.id: float(rng.random()) for t in graph}
+        return Issued(of, issue_s, Latencies(*rng.random(3).tolist()))
+
+    predicted, real = made(), made()
+    run = mg.simulate(graph, real, steps)
+    noisy = replace_times(run, rng)
+    result = mg.compare(predicted, noisy)
+    scale = max(1.0, result.measured_period_s)
+    assert result.parts["seconds"].sum() == pytest.approx(result.error_s, abs=1e-9 * scale)
+    true = mg.compare(real, replace_times(run, None)).parts["seconds"]
+    assert true["untracked overhead"] == pytest.approx(0.0, abs=1e-9 * scale)
+
+
+def replace_times(run: Timeline, rng: np.random.Generator | None) -> Timeline:
+    """The run as if it had been measured, later and longer at random."""
+    start_s, end_s = run.start_s.copy(), run.end_s.copy()
+    if rng is not None:
+        shift = np.cumsum(rng.random(len(start_s)) * 0.1)
+        start_s, end_s = start_s + shift, end_s + shift * 1.01
+    return Timeline(run.graph, run.ids, start_s, end_s, source="measured")
