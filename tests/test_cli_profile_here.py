@@ -66,7 +66,7 @@ def test_a_machine_is_measured_and_asked(folder, quick, tmp_path, capsys):
     assert "  tiny, 2 layers" in err.splitlines()
     point = ("--B", 8, "--b-a", 2, "--omega", 0.5)
     job = (folder, "--n", 8, "--prompt-len", 16, "--gen-len", 8, "--profile", file, "--json")
-    cost = mg.CostModel.from_profile(file)
+    cost = mg.CostModel.from_profile(file, hw=table.machine)
     code, out, err = run(capsys, "plan", *job, *point)
     assert code == 0, err
     assert json.loads(out)["hardware"] == cost.hw.name

@@ -81,7 +81,8 @@ def table(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cost(table):
-    return mg.CostModel.from_profile(table)
+    # The machine is named: where there is a GPU, lanes of the CPU alone are another one.
+    return mg.CostModel.from_profile(table, hw=ProfileTable.load(table).machine)
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ class Roofline(CostModel):
     than a copy's floor; a zero-copy kernel (lanes KV and ACT) a launch plus bytes at
     the zero-copy rate, never above the link's; CPU attention the longer of reading its KV and of
     its arithmetic, and what each call costs. Whatever touches host memory, copies too, is never
-    faster than host memory gives its bytes. Where the machine's ``task_s`` is known, no task is
-    shorter, and short ones share the one thread that it takes with those of all lanes.
+    faster than host memory gives its bytes. Where the machine's ``task_s`` is known, the one
+    thread that issues tasks takes so long for each of them (`moegen.sim.issuing`).
 
     Parameters
     ----------
