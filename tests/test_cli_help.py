@@ -65,7 +65,7 @@ def test_alone_it_shows_the_commands_in_two_groups(shown):
     plan, run = text.index("Plan ("), text.index("─ Run ")
     for name in COMMANDS:
         at = text.index(f"│ {name} ")
-        group = {"demo": run, "run": run, "bench": run}.get(name, plan)
+        group = {"demo": run, "run": run, "bench": run, "profile": run}.get(name, plan)
         assert at > group and (group == run) == (at > run)
 
 

@@ -472,10 +472,6 @@ def test_a_file_cut_short_is_refused(path):
             "smaller tokens",
         ),
         (
-            lambda d: d["curves"][1].update(seconds=[[[1, 3], [2, 6]], [[3, 4], [2.5, 6]]]),
-            "launches=1: 2.5 s, less than the 3 s at a smaller flops_per_token",
-        ),
-        (
             lambda d: d["curves"][1].update(seconds=[[[1, 3], [2, 6]], [[1, 4], [3, 2]]]),
             "launches=4: 2 s, less than the 6 s at a smaller tokens",
         ),

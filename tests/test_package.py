@@ -16,6 +16,7 @@ import moegen as mg
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "safetensors", "pandas", "matplotlib", "scipy", "simpy"}
 PUBLIC = sorted(mg.__all__)
+NEED_TORCH = ("Engine", "profile")
 
 
 def run_fresh(code: str) -> str:
@@ -47,21 +48,22 @@ def test_import_is_instant() -> None:
     assert min(float(run_fresh(code)) for _ in range(3)) < 0.2
 
 
-@pytest.mark.parametrize("name", [n for n in PUBLIC if n != "Engine"])
+@pytest.mark.parametrize("name", [n for n in PUBLIC if n not in NEED_TORCH])
 def test_public_name_resolves(name: str) -> None:
     assert getattr(mg, name) is not None
 
 
 @pytest.mark.cpu
-def test_engine_resolves() -> None:
-    assert mg.Engine.__module__ == "moegen.exec.engine"
+@pytest.mark.parametrize("name", NEED_TORCH)
+def test_what_runs_resolves(name: str) -> None:
+    assert getattr(mg, name).__module__ == mg._HOME[name]
 
 
 def test_planning_and_simulating_load_no_torch() -> None:
-    code = """
+    code = f"""
         import moegen, sys
         for name in moegen.__all__:
-            if name != "Engine":
+            if name not in {NEED_TORCH}:
                 getattr(moegen, name)
         print(*sys.modules)
     """
@@ -76,18 +78,19 @@ def test_memory_is_the_function_even_after_its_module_was_imported() -> None:
     assert run_fresh(code).split() == ["True", "True"]
 
 
-def test_a_missing_extra_is_named_with_its_remedy() -> None:
-    code = """
+@pytest.mark.parametrize("name", NEED_TORCH)
+def test_a_missing_extra_is_named_with_its_remedy(name: str) -> None:
+    code = f"""
         import sys
         sys.modules["torch"] = None  # as if it were not installed
         import moegen
         try:
-            moegen.Engine
+            moegen.{name}
         except ModuleNotFoundError as error:
             print(error)
     """
     said = run_fresh(code)
-    assert "moegen.Engine needs torch" in said
+    assert f"moegen.{name} needs torch" in said
     assert "pip install 'moegen[run]'" in said
 
 

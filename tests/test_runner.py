@@ -372,3 +372,40 @@ def test_what_the_caller_has_frozen_stays_frozen():
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_a_bell_waits_no_longer_than_asked_however_short():
+    _Bell = issue._Bell
+
+    began, rounds = time.perf_counter(), 0
+    # What a queue of CPython's does not always survive; here it did not last for a second.
+    ended = threading.Event()
+
+    def wait():
+        nonlocal rounds
+        while time.perf_counter() - began < 2:
+            _Bell().wait(1.5e-6)
+            rounds += 1
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert ended.wait(30)
+    assert rounds > 1000
+
+
+def test_a_bell_rung_before_is_not_waited_for_and_rings_once():
+    _Bell = issue._Bell
+
+    bell = _Bell()
+    bell.ring()
+    bell.ring()
+    began = time.perf_counter()
+    bell.wait(20)
+    assert time.perf_counter() - began < 10
+    began = time.perf_counter()
+    bell.wait(0.05)
+    assert time.perf_counter() - began >= 0.04
+    threading.Timer(0.05, bell.ring).start()
+    began = time.perf_counter()
+    bell.wait(20)
+    assert time.perf_counter() - began < 10

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 import moegen as mg
-from moegen.cli.console import patience, print_json, say, warn
+from moegen import jobs
+from moegen.cli.console import print_json, say, warn
 from moegen.cli.flags import Device, DtypeName, Json, require_writable
-from moegen.errors import InvalidInput
 
 
 def profile(
@@ -46,20 +46,20 @@ def profile(
     """Measure this machine: kernels and copies by size, and lanes beside one another.
 
     In under two minutes it runs every operation by itself, as `moegen run` runs it, on a few
-    made-up layers of each MODEL. Plans and predictions that read the file rest on what was
-    measured; beyond it on rates, and they say so.
+    made-up layers of each MODEL. moegen plan, simulate, sweep and compare take the file as
+    --profile: they rest on what was measured, beyond it on rates, and say so.
 
     Examples::
 
         moegen profile -o here.json
         moegen profile mixtral-8x7b deepseek-v2 -o h200.json
-        moegen plan mixtral-8x7b --profile here.json --workload gsm8k
+        moegen profile path/to/checkpoint --device cpu --seconds 60 -o cpu.json
     """
     require_writable("--output", output)
-    if output.is_dir():
-        raise InvalidInput(f"--output: {output} is a folder: name a file")
+    jobs.engine_class()  # says what to install, if that is missing
     notes: list[str] = []
-    with patience("measuring this machine"):
+    say("Measuring this machine: other programs on it make the numbers worse.")
+    with jobs.enough_memory():
         table = mg.profile(
             models or None,
             device=device,
@@ -68,8 +68,8 @@ def profile(
             on_progress=lambda what: say(f"  {what}"),
             notes=notes,
         )
-    table.save(output)
     warn(notes)
+    table.save(output)
     if as_json:
         print_json({"output": str(output), "curves": len(table.curves), "notes": notes})
         return

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,6 @@ PAIRS = (
     ("d2h", "h2d"),
     ("gpu", "h2d"),
     ("h2d", "gpu"),
-    ("gpu", "zero_copy"),
     ("zero_copy", "gpu"),
     ("gpu", "d2h"),
     ("d2h", "gpu"),
@@ -77,6 +76,21 @@ def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
         if on_gpu:
             pins.unregister()
             forget_gpu_memory(device)
+
+
+@contextmanager
+def zero_copy(device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
+    """What keeps the KV lane at work: gathers of KV rows from host memory."""
+    data = host_buffer(rates.LINK_BYTES)
+    data.zero_()
+    pins = Pins()
+    problem = pins.register([data]) if device.type == "cuda" else None
+    tokens = _GATHERED_TOKENS if device.type == "cuda" else 128
+    transfer = transfer_for(device, pinned=problem is None)
+    try:
+        yield rates.gather(transfer, data, dtype, device, tokens)[0]
+    finally:
+        pins.unregister()
 
 
 def _pairs(bench: Bench, busy: dict[str, _Busy]) -> list[Company]:

@@ -11,9 +11,10 @@ because threads that issue side by side spend their time waiting for Python's lo
 from __future__ import annotations
 
 import itertools
-import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -87,23 +88,25 @@ class Record:
     """When a task ran: events until resolved, seconds after.
 
     ``held`` is where its delay began, which ends where the task starts; None if it had none.
-    ``issue`` is when the issuing thread turned to it, and was through with it, by the host's
-    clock.
+    ``issue`` is when the issuing thread turned to it, when it began to hand it over (nothing was
+    left to wait for), and when it was through, by the host's clock.
     """
 
     task: Task
     start: Event | None
     end: Event
-    issue: tuple[float, float]
+    issue: tuple[float, float, float]
     held: Event | None = None
 
 
 class Times(NamedTuple):
-    """When a task ran and when it was issued, in seconds of the run's clock."""
+    """When a task ran, and when the issuing thread turned to it, began to hand it over and was
+    through, in seconds of the run's clock."""
 
     task: TaskId
     start_s: float
     end_s: float
+    turned_s: float
     issue_s: float
     issued_s: float
 
@@ -180,7 +183,7 @@ class Issuer(Generic[StepT]):
             for lane, tasks in sorted(graph.lanes.items(), key=lambda x: _URGENCY.index(x[0]))
         }
         self._needs_step = {t.id: kernels.needs_step(t) for t in graph.tasks}
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell = _Bell()
         self._idle = False
         self._look_at_s: float | None = None  # when to look again, though no bell rings
 
@@ -189,12 +192,12 @@ class Issuer(Generic[StepT]):
     def wake(self) -> None:
         """Something has changed: look at the lanes again."""
         if self._idle:
-            self._bell.put(None)
+            self._bell.ring()
 
     def stop(self) -> None:
         """Issue nothing more."""
         self._stopped = True
-        self._bell.put(None)
+        self._bell.ring()
 
     def records_of(self, index: int) -> list[Record]:
         """What has been issued of step ``index``, lane by lane."""
@@ -301,6 +304,7 @@ class Issuer(Generic[StepT]):
         self, q: _Queue, stream: Stream, task: Task, step: StepT | None, began: float
     ) -> None:
         index, start, held = q.index, None, None
+        begun = time.perf_counter()
         if self.delays is not None and (s := self.delays.run_s(task, index)):
             held = stream.record()  # behind the waits: the delay itself is what is timed
             stream.delay(s)
@@ -309,7 +313,7 @@ class Issuer(Generic[StepT]):
             stream.submit(lambda: self.kernels.run(task, index, step))
         end = stream.record()
         q.ends[index % WINDOW][q.position] = (index, end)
-        issue = began, time.perf_counter()
+        issue = began, begun, time.perf_counter()
         q.records.setdefault(index, []).append(Record(task, start, end, issue, held))
         q.advance()
 
@@ -395,16 +399,30 @@ class Issuer(Generic[StepT]):
             raise DeadlockError(f"nothing moved for {STALL_S:.0f} s: {self.standing()}")
         if self._look_at_s is not None:
             left_s = min(left_s, max(0.0, self._look_at_s - time.perf_counter()))
-        try:
-            self._bell.get(timeout=left_s)
-            while True:
-                self._bell.get_nowait()
-        except queue.Empty:
-            pass
+        self._bell.wait(left_s)
 
     def _moves(self, streams: Streams) -> int:
         """A number that has changed if a stream has moved since, or is at work."""
         return sum(s.pulse() for s in streams.values())
+
+
+class _Bell:
+    """Wakes one thread; rung before it waits, it does not wait.
+
+    A lock, which takes timeouts of microseconds: ``queue.SimpleQueue`` of CPython, asked to wait
+    for so short a time, now and then waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        with suppress(RuntimeError):  # it has been rung already
+            self._lock.release()
+
+    def wait(self, timeout_s: float) -> None:
+        self._lock.acquire(timeout=timeout_s)
 
 
 class _Quiet:

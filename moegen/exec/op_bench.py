@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,9 @@ from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
 
 # The first step compiles kernels, the second finds every slot filled; then host code is timed.
-_PRIMING_STEPS = 4
+_PRIMING_STEPS = 3
 # KV that no cache holds, made up as several sets of rows.
-_IDLE_S = 0.005
+_IDLE_S = 0.03  # about what a layer takes
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
 
@@ -42,25 +42,35 @@ class Timed(NamedTuple):
         relative standard deviation, where runs differ by chance.
     issue_s : float
         What the issuing thread took to hand it over, in a run.
+    turn_s : float
+        What it took before, once it could: putting waits before it, binding its step.
+    crowded_s : float or None
+        The mean of the runs beside zero-copy kernels that are at work all the time; None where
+        none are ever beside it.
     """
 
     task: Task
     seconds: float
     spread: float
     issue_s: float = 0.0
+    turn_s: float = 0.0
+    crowded_s: float | None = None
 
 
 def _idle() -> None:
     time.sleep(_IDLE_S)
 
 
-def timed(task: Task, spans: Sequence[float], issue_s: float = 0.0) -> Timed:
+def timed(task: Task, spans: Sequence[float], **more: Any) -> Timed:
     """What a task took, by the seconds of each of its runs."""
     low, middle, high = np.quantile(spans, [0.16, 0.5, 0.84]).tolist()
+    return Timed(task, _mean(spans), (high - low) / 2 / max(middle, 1e-9), **more)
+
+
+def _mean(spans: Sequence[float]) -> float:
     # Steps are made of means; but what comes once in a while is no property of the task.
     inner = sorted(spans)[len(spans) // 10 : max(1, len(spans) - len(spans) // 10)]
-    mean = max(float(np.mean(inner)), 1e-9)
-    return Timed(task, mean, (high - low) / 2 / max(middle, 1e-9), issue_s)
+    return max(float(np.mean(inner)), 1e-9)
 
 
 class OpBench:
@@ -77,10 +87,14 @@ class OpBench:
         Its rows.
     bench : Bench
         The lanes to run on.
+    zero_copy : callable, optional
+        What keeps the KV lane at work where tasks are timed beside that.
     """
 
-    def __init__(self, g: TaskGraph, made: MadeUp, bench: Bench) -> None:
-        self.graph, self.bench = g, bench
+    def __init__(
+        self, g: TaskGraph, made: MadeUp, bench: Bench, zero_copy: Work | None = None
+    ) -> None:
+        self.graph, self.bench, self._zero_copy = g, bench, zero_copy
         steps: list[Step] = []
 
         def source(_: Program, index: int) -> Step | None:
@@ -114,10 +128,11 @@ class OpBench:
         """Each kind of an op's tasks, timed for about ``span_s``, as a step finds them.
 
         Tasks of one kind take turns: they read other weights each time. In decode weights are
-        copied all the time, so the kernels of other lanes are timed beside that: a kernel takes
-        some 20 us more then, and who reads host memory waits longer. The CPU has been idle
-        before each run, for its threads sleep between layers. In prefill ``heat`` is computed
-        between runs: a GPU that has much to compute does so at a lower clock.
+        copied all the time, so the kernels of other lanes are timed beside that, and beside KV
+        that is fetched as well: each kernel takes some 20 us more then, and who reads host memory
+        waits longer. The CPU has been idle before each run, for its threads sleep between layers.
+        In prefill ``heat`` is computed between runs: a GPU that has much to compute does so at a
+        lower clock.
 
         Parameters
         ----------
@@ -131,35 +146,44 @@ class OpBench:
             kinds.setdefault(t.work, []).append(t)
         found = []
         for tasks in kinds.values():
-            lane, between, beside = tasks[0].lane, None, None
+            lane, between, beside = tasks[0].lane, None, []
             if lane is Lane.CPU:
                 between = _idle
             elif lane is Lane.GPU and heat is not None:
                 between = heat
             elif self.graph.phase == "decode" and lane is not Lane.BULK and op != "fetch_kv":
                 beside = self._weights
+            work = self.work(tasks)
+            length_s = 10 * span_s if lane is Lane.BULK else span_s
             spans = self.bench.spans(
-                lane,
-                self.work(tasks),
-                span_s=10 * span_s if lane is Lane.BULK else span_s,
-                between=between,
-                beside=beside,
-                queued=True,
+                lane, work, span_s=length_s, between=between, beside=beside, queued=True
             )
-            found.append(timed(tasks[0], spans, self._issue_s(tasks)))
+            more = self._host_s(tasks)
+            if beside and self._zero_copy is not None and lane is not Lane.KV:
+                beside = [*beside, (Lane.KV, self._zero_copy)]
+                crowded = self.bench.spans(
+                    lane, work, span_s=length_s, beside=beside, queued=True
+                )
+                more["crowded_s"] = _mean(crowded)
+            found.append(timed(tasks[0], spans, **more))
         return found
 
     @cached_property
-    def _weights(self) -> tuple[Lane, Work] | None:
-        """Copies of the largest weights that the graph copies, for its lane."""
+    def _weights(self) -> list[tuple[Lane, Work]]:
+        """Copies of the largest weights that the graph copies, for its lane; none if none."""
         copied = [t for op in ("copy_expert", "copy_dense") for t in self.tasks(op)]
-        return (Lane.BULK, self.work(copied[:1])) if copied else None
+        return [(Lane.BULK, self.work(copied[:1]))] if copied else []
 
-    def _issue_s(self, tasks: Sequence[Task]) -> float:
-        """The median of what handing one of these over took in the run."""
+    def _host_s(self, tasks: Sequence[Task]) -> dict[str, float]:
+        """The medians of what these took of the issuing thread in the run."""
         ids = {t.id for t in tasks}
-        taken = [t.issued_s - t.issue_s for t in self.records if t.task._replace(step=0) in ids]
-        return float(np.median(taken)) if taken else 0.0
+        times = [t for t in self.records if t.task._replace(step=0) in ids]
+        if not times:
+            return {}
+        return {
+            "issue_s": float(np.median([t.issued_s - t.issue_s for t in times])),
+            "turn_s": float(np.median([t.issue_s - t.turned_s for t in times])),
+        }
 
     def _route_evenly(self) -> None:
         """Let experts have the tokens that the graph's work counts on."""
@@ -183,11 +207,13 @@ class OpBench:
 
 
 @contextmanager
-def op_bench(g: TaskGraph, machinery: Machinery, bench: Bench) -> Iterator[OpBench]:
+def op_bench(
+    g: TaskGraph, machinery: Machinery, bench: Bench, zero_copy: Work | None = None
+) -> Iterator[OpBench]:
     """An `OpBench` on made-up rows, whose memory is given back at the end."""
     assert g.shape is not None
     tokens = sum(g.shape.past) + g.shape.tokens
     nbytes = tokens * machinery.family.spec.kv_bytes_per_token
     sets = min(_MOST_SETS, -(-_UNCACHED_BYTES // max(1, nbytes))) if g.phase == "decode" else 1
     with MadeUp(g, machinery, sets) as made:
-        yield OpBench(g, made, bench)
+        yield OpBench(g, made, bench, zero_copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,8 @@ _BY_PHASE = frozenset(
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
 
 _At = tuple[float, ...]
-_Value = tuple[float, float, float]  # seconds, spread, seconds of the issuing thread
+# Seconds, spread, seconds of the issuing thread for it and before it, seconds when crowded.
+_Value = tuple[float, float, float, float, float]
 _Found = dict[_At, _Value]
 
 
@@ -44,7 +46,9 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
-        by_op[op, phase][at].append((t.seconds / n, t.spread, t.issue_s / n))
+        by_op[op, phase][at].append(
+            (t.seconds / n, t.spread, t.issue_s / n, t.turn_s, (t.crowded_s or math.nan) / n)
+        )
     found = []
     for (op, phase), points in by_op.items():
         means = {at: _mean(several) for at, several in points.items()}
@@ -53,8 +57,8 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
 
 
 def _mean(several: Sequence[_Value]) -> _Value:
-    seconds, spread, issue_s = np.mean(several, axis=0).tolist()
-    return seconds, spread, issue_s
+    a, b, c, d, e = np.mean(several, axis=0).tolist()
+    return a, b, c, d, e
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
@@ -64,21 +68,25 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
         rows[at[1:]][at] = value
     if op not in _TWO_WAYS:
         return list(rows.values())
-    # Rows of a grid have the same first values, and differ in the second alone.
-    alike: dict[tuple[_At, ...], _Found] = defaultdict(dict)
-    for rest, row in rows.items():
-        alike[tuple(at[0] for at in row), rest[1:]] |= row
-    return list(alike.values())
+    # Rows of a grid have the same first values, and differ in the second alone. Those that go
+    # farther are in two grids: one as far as they go, and one as far as others do.
+    reach = {rest: tuple(at[0] for at in row) for rest, row in rows.items()}
+    grids = []
+    for kind, firsts in dict.fromkeys((rest[1:], first) for rest, first in reach.items()):
+        of = [rest for rest in rows if rest[1:] == kind and set(firsts) <= set(reach[rest])]
+        grids.append({at: rows[rest][at] for rest in of for at in rows[rest] if at[0] in firsts})
+    return grids
 
 
 def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
-    seconds, spread = np.empty((2, *map(len, axes)))
-    for at, (s, r, _) in points.items():
+    seconds, spread, crowded = np.empty((3, *map(len, axes)))
+    for at, (s, r, _, _, c) in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
-        seconds[place], spread[place] = s, r
+        seconds[place], spread[place], crowded[place] = s, r, c
     seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
+    crowded = np.maximum.accumulate(np.maximum(crowded, seconds), axis=0)
     return Curve(
         ops=(op,),
         axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},
@@ -86,11 +94,13 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
-        issue_s=_issue_s([issue_s for _, _, issue_s in points.values()]),
+        issue_s=_median([x[2] for x in points.values()]),
+        turn_s=_median([x[3] for x in points.values()]),
+        crowded=None if np.isnan(crowded).any() else tuple(crowded.tolist()),
     )
 
 
-def _issue_s(of_points: Sequence[float]) -> float:
+def _median(of_points: Sequence[float]) -> float:
     """The median of those that were timed: copies of sizes that no weights have were not."""
-    known = [issue_s for issue_s in of_points if issue_s > 0]
+    known = [x for x in of_points if x > 0]
     return float(np.median(known)) if known else 0.0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import zip_longest
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from moegen.graph.build import build
@@ -13,7 +14,9 @@ from moegen.graph.strategy import Strategy
 from moegen.graph.task import TaskGraph
 
 # Layers of which no cache holds the dense weights; more would only take longer to make up.
-_DENSE_BYTES, _MOST_BYTES = 128 << 20, 8 << 30
+_DENSE_BYTES, MOST_BYTES = 128 << 20, 8 << 30
+# On CPU lanes all of them are computed by a few cores, and no cache holds their experts either.
+MOST_CPU_BYTES = 1 << 30
 # What an op's time depends on: tokens of matrix products, rows and context of attention.
 _DECODE_ROWS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
 _DECODE_CONTEXT = 16
@@ -52,16 +55,91 @@ class Point(NamedTuple):
         shape = self.graph.shape
         return sum(shape.past) + shape.tokens if shape is not None else 0
 
+    @property
+    def timed(self) -> set[tuple[str, str]]:
+        """Op and phase of what it would time."""
+        phase = self.graph.phase or ""
+        return {(t.id.op, phase) for t in self.graph if t.id.op in self.ops}
 
-def profiled_layers(model: ModelSpec) -> ModelSpec:
-    """The first layers of a model: one of each class, and enough that caches do not hold them."""
+
+class Agenda:
+    """The points to measure, as far as there is time.
+
+    Grids share the time evenly: next comes the point after which its grid will have taken the
+    least, small sizes first, so that time that runs out is missed by all of them alike. A point
+    takes some time whatever its size, and more for each token: to make its rows and to run the
+    whole graph. An op that no point has timed yet is worth its time in any case.
+
+    Parameters
+    ----------
+    points : iterable of Point
+    until_s : float
+        On the clock of ``time.perf_counter``.
+
+    Attributes
+    ----------
+    late : list of Point
+        What there was no time for.
+    """
+
+    def __init__(self, points: Iterable[Point], until_s: float) -> None:
+        self._until_s = until_s
+        self._grids: dict[str, deque[Point]] = defaultdict(deque)
+        for point in points:
+            self._grids[point.grid].append(point)
+        self._spent_s = dict.fromkeys(self._grids, 0.0)
+        self._timed: set[tuple[str, str]] = set()
+        self._took: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by phase
+        self.late: list[Point] = []
+
+    def __iter__(self) -> Iterator[Point]:
+        """Each point when it is its turn; who asks for the next has measured it."""
+        while left := [points for points in self._grids.values() if points]:
+            point = min(left, key=lambda points: self._after_s(points[0])).popleft()
+            began_s = time.perf_counter()
+            if point.timed <= self._timed and began_s + self._expected_s(point) > self._until_s:
+                self.late.append(point)
+                continue
+            self._timed |= point.timed
+            yield point
+            taken_s = time.perf_counter() - began_s
+            self._spent_s[point.grid] += taken_s
+            self._took[point.graph.phase or ""].append((point.size, taken_s))
+
+    def too_large(self, point: Point) -> None:
+        """Leave out what is as large, of the same grid."""
+        points = self._grids[point.grid]
+        self._grids[point.grid] = deque(p for p in points if p.size < point.size)
+
+    def _after_s(self, point: Point) -> float:
+        """What its grid will have taken once it has been measured."""
+        return self._spent_s[point.grid] + self._expected_s(point)
+
+    def _expected_s(self, point: Point) -> float:
+        took = self._took[point.graph.phase or ""]
+        if not took:
+            return 0.0
+        least_s = min(seconds for _, seconds in took)
+        size, seconds = max(took)
+        return least_s + (seconds - least_s) * point.size / size
+
+
+def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec:
+    """The first layers of a model: one of each class, and enough that caches do not hold them.
+
+    Parameters
+    ----------
+    model : ModelSpec
+    most_bytes : int
+        Of their weights, beyond one of each class.
+    """
     classes = {layer.name for layer in model.layers}
     n = next(
         n for n in range(1, model.n_layers + 1) if {x.name for x in model.layers[:n]} == classes
     )
     dense = [layer.dense_bytes for layer in model.layers]
     whole = [layer.weight_bytes for layer in model.layers]
-    while n < model.n_layers and sum(dense[:n]) < _DENSE_BYTES and sum(whole[:n]) < _MOST_BYTES:
+    while n < model.n_layers and sum(dense[:n]) < _DENSE_BYTES and sum(whole[:n]) < most_bytes:
         n += 1
     return model.with_(n_layers=n)
 
@@ -80,22 +158,13 @@ def strategy(model: ModelSpec, rows: int, part: int, omega: float, group: int) -
 
 
 def points(model: ModelSpec) -> Iterator[Point]:
-    """What to measure: the grids take turns, small sizes first, so that time that runs out is
-    missed by all of them alike.
+    """What to measure, grid by grid, small sizes first.
 
     Parameters
     ----------
     model : ModelSpec
         Of few layers.
     """
-    grids: dict[str, list[Point]] = {}
-    for point in _points(model):
-        grids.setdefault(point.grid, []).append(point)
-    for turn in zip_longest(*grids.values()):
-        yield from (point for point in turn if point is not None)
-
-
-def _points(model: ModelSpec) -> Iterator[Point]:
     group = expert_group(model)
     for rows in _DECODE_ROWS:
         s = strategy(model, rows, rows, 0.5 if rows > 1 else 0.0, group)

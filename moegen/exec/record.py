@@ -52,7 +52,7 @@ class Recorder:
         shapes = [self._steps[index].shape() for index, _ in self._times]
         for k, ((_, times), shape) in enumerate(zip(self._times, shapes, strict=True)):
             actual = self.graph.bind(shape)
-            for task_id, a, b, _, _ in times:
+            for task_id, a, b, *_ in times:
                 work = actual[task_id._replace(step=0)].work
                 ids.append(task_id._replace(step=k))
                 start.append(a)

@@ -190,9 +190,8 @@ class Runner(Generic[StepT]):
             r.end.synchronize()
             end = r.end.time_s()
             start = end if r.start is None else r.start.time_s()
-            issue, issued = (t - self._origin_s for t in r.issue)
             task = r.task.id._replace(step=index)
-            self._times.append(Times(task, start, end, issue, issued))
+            self._times.append(Times(task, start, end, *(t - self._origin_s for t in r.issue)))
             if r.held is not None:
                 op = r.task.id.op
                 held_s = start - r.held.time_s()

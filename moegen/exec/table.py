@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,20 +15,24 @@ import torch
 from moegen.errors import InvalidInput
 from moegen.exec import rates
 from moegen.exec.bulk import bulk_copies
-from moegen.exec.company import company
+from moegen.exec.company import company, zero_copy
 from moegen.exec.engine import Engine
+from moegen.exec.families import family_for
 from moegen.exec.issue import Times
-from moegen.exec.lanes import forget_gpu_memory, pick_device
+from moegen.exec.lanes import forget_gpu_memory
+from moegen.exec.loading import checked_device
 from moegen.exec.op_bench import Timed, op_bench
 from moegen.exec.op_curves import curves
-from moegen.exec.op_points import Point, points, profiled_layers
+from moegen.exec.op_points import MOST_BYTES, MOST_CPU_BYTES, Agenda, points, profiled_layers
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
 from moegen.exec.timing import Bench, Work
 from moegen.exec.waits import latencies
+from moegen.graph.checks import number
 from moegen.graph.curve import Curve
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
+from moegen.graph.peaks import uses
 from moegen.graph.profile_table import DTYPES, ProfileTable
 from moegen.graph.task import Lane
 
@@ -55,6 +60,7 @@ _SPAN_S, _LONGEST_S = 0.015, 0.25
 # Before a wave's ops are timed the GPU computes for so long, and goes on to between them: under
 # full load its clock is lower, and waves load it fully.
 _HEATING_S = 0.2
+_STREAMED_BYTES = 1 << 30
 # For company and the quick rates.
 _REST_S = 15.0
 _PACKAGES = ("torch", "triton")
@@ -85,7 +91,8 @@ def measure_table(
     dtype : torch.dtype
         Of weights and KV.
     budget_s : float
-        Points that would begin later are left out, and noted.
+        Points that would take longer are left out, and noted; but each op is measured at one
+        point at least.
     say : callable
         Hears what is being measured.
     notes : list of str, optional
@@ -94,12 +101,17 @@ def measure_table(
     Raises
     ------
     InvalidInput
-        If there is no model, or none of a family that can be run.
+        If there is no model, one is of a family that cannot be run, or ``budget_s`` is no time.
     Infeasible
         If host memory cannot hold the layers.
     """
     if not models:
         raise InvalidInput("a profile needs a model whose widths to measure: name at least one")
+    budget_s = number(budget_s, "budget_s", above=0)
+    most_bytes = MOST_BYTES if device.type == "cuda" else MOST_CPU_BYTES
+    parts = [profiled_layers(m.with_(dtype=rates.dtype_name(dtype)), most_bytes) for m in models]
+    for part in parts:  # before anything is measured
+        family_for(part, dtype, device)
     began, notes = time.perf_counter(), [] if notes is None else notes
     say("rates of the machine")
     machine = machine_profile(device, dtype, notes=notes)
@@ -108,17 +120,17 @@ def measure_table(
     found: list[Curve] = []
     records: list[Sequence[Times]] = []
     last_s = began + budget_s - _REST_S
-    for i, whole in enumerate(models):
+    for i, model in enumerate(parts):
         now = time.perf_counter()
-        until_s = now + max(0.0, last_s - now) / (len(models) - i)
-        model = profiled_layers(whole.with_(dtype=rates.dtype_name(dtype)))
-        say(f"{whole.name}, {model.n_layers} layers")
+        until_s = now + max(0.0, last_s - now) / (len(parts) - i)
+        say(f"{model.name}, {model.n_layers} layer{'' if model.n_layers == 1 else 's'}")
         with Engine.random(
             model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
         ) as engine:
-            timed = [*sizes, *_timed(engine.machinery, model, until_s, notes, records)]
+            with zero_copy(device, dtype) as gather:
+                timed = [*sizes, *_timed(engine.machinery, model, until_s, notes, records, gather)]
             kind = engine.cpu_attention
-        source = f"measured: the executor's kernels at the widths of {whole.name}, {kind}"
+        source = f"measured: the executor's kernels at the widths of {model.name}, {kind}"
         found += curves(timed, source)
         sizes = []  # in the first model's curves, with the sizes of its own weights
     say("lanes beside one another")
@@ -149,47 +161,49 @@ def _timed(
     until_s: float,
     notes: list[str],
     records: list[Sequence[Times]],
+    gather: Work,
 ) -> Iterator[Timed]:
-    heat = _heat(machinery)
-    slow: dict[str, int] = {}  # by grid: from which size on it takes too long
-    late: list[Point] = []
+    heat, agenda = _heat(machinery), Agenda(points(model), until_s)
     with Bench(machinery.device) as bench:
-        for point in points(model):
-            if point.size >= slow.get(point.grid, point.size + 1):
-                continue
-            if time.perf_counter() > until_s:
-                late.append(point)
-                continue
+        for point in agenda:
             try:
                 hot = heat if point.graph.phase == "prefill" else None
-                with op_bench(point.graph, machinery, bench) as ops:
+                with op_bench(point.graph, machinery, bench, gather) as ops:
                     records.append(ops.records)
                     if hot is not None:
                         bench.spans(Lane.GPU, hot, span_s=_HEATING_S)
                     for op in point.ops:
                         for timed in ops.time(op, _SPAN_S, hot):
                             if timed.seconds > _LONGEST_S:
-                                slow[point.grid] = point.size
+                                agenda.too_large(point)
                             yield timed
             except torch.OutOfMemoryError:
-                slow[point.grid] = point.size
+                agenda.too_large(point)
                 notes.append(
                     f"{model.name}: {point.grid} of {point.size} tokens does not fit the GPU's "
                     f"memory, and larger ones were left out"
                 )
-    if late:
-        grids = ", ".join(dict.fromkeys(p.grid for p in late))
+    if agenda.late:
+        grids = ", ".join(dict.fromkeys(p.grid for p in agenda.late))
         notes.append(
-            f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
+            f"{model.name}: there was no time left for {len(agenda.late)} points ({grids}): the "
             f"roofline goes on from what was measured"
         )
 
 
 def _heat(machinery: Machinery) -> Work | None:
-    """Products that load a GPU fully; none on CPU lanes."""
+    """Products, and memory read and written for a fifth of the time, as in a wave that keeps the
+    GPU busy; none on CPU lanes."""
     if machinery.device.type != "cuda":
         return None
-    return rates.Products(machinery.family.dtype, machinery.device, 4096, 14336).over(4096)
+    product = rates.Products(machinery.family.dtype, machinery.device, 4096, 14336).over(4096)
+    a, b = torch.zeros(2, _STREAMED_BYTES, dtype=torch.uint8, device=machinery.device)
+
+    def heat() -> None:
+        product()
+        b.copy_(a)
+
+    return heat
 
 
 def _distinct(found: Sequence[Curve]) -> list[Curve]:
@@ -208,10 +222,11 @@ def _as_fast_as_seen(machine: HardwareSpec, found: Sequence[Curve]) -> HardwareS
     """The machine, its arithmetic as fast as the fastest kernel that was measured."""
     best = machine.gpu_flops
     for c in found:
-        if "flops_per_token" not in c.axes:
+        if "attn_cpu" in c.ops:
             continue
         for _, at, seconds in c.points():
-            best = max(best, at["tokens"] * at["flops_per_token"] / seconds)
+            flops = sum(units for what, _, units in uses(at) if what == "flops")
+            best = max(best, flops / seconds)
     if best == machine.gpu_flops:
         return machine
     share = machine.gpu_flops / best
@@ -232,7 +247,7 @@ def _versions() -> dict[str, str]:
 
 
 def profile(
-    models: Sequence[ModelSpec | str] | ModelSpec | str | None = None,
+    models: Sequence[ModelSpec | str | Path] | ModelSpec | str | Path | None = None,
     *,
     device: str | None = None,
     dtype: str | None = None,
@@ -247,7 +262,7 @@ def profile(
 
     Parameters
     ----------
-    models : ModelSpec, str or several of them, optional
+    models : ModelSpec, str, path or several of them, optional
         Whose widths to measure, by name, folder or spec. mixtral-8x7b and deepseek-v2-lite on
         CUDA; on CPU lanes a Mixtral of the demo's widths.
     device : {"cpu", "cuda"}, optional
@@ -269,17 +284,20 @@ def profile(
     Raises
     ------
     InvalidInput
-        If a model or dtype is unknown, or a model is of a family that cannot be run.
+        If a model or dtype is unknown, a model is of a family that cannot be run, or
+        ``budget_s`` is no time.
     Infeasible
         If host memory cannot hold a few layers of a model.
     MachineError
         If the device cannot be used.
     """
-    on = pick_device(device)
+    on = checked_device(device)
     if models is None:
         models = CUDA_MODELS if on.type == "cuda" else (demo_widths(),)
-    elif isinstance(models, (str, ModelSpec)):
+    elif isinstance(models, (str, Path, ModelSpec)):
         models = (models,)
+    elif not isinstance(models, Sequence):
+        raise InvalidInput(f"models must be models or their names, got {models!r}")
     specs = [m if isinstance(m, ModelSpec) else ModelSpec.from_pretrained(m) for m in models]
     name = dtype or ("bfloat16" if on.type == "cuda" else "float32")
     if name not in DTYPES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from moegen.graph.task import Lane
 Work = Callable[[], Any]
 SPAN_S = 0.15  # what a measurement lasts, about
 MOST_RUNS = 200
-_MOST_QUEUED, _MOST_BETWEEN = 32, 16  # while a stream is held back; with other work between
+_MOST_QUEUED, _MOST_BETWEEN = 32, 8  # while a stream is held back; with other work between
 _MOST_HELD_S = 0.03
 
 
@@ -59,7 +59,7 @@ class Bench:
         lane: Lane,
         work: Work,
         *,
-        beside: tuple[Lane, Work] | None = None,
+        beside: tuple[Lane, Work] | Sequence[tuple[Lane, Work]] | None = None,
         each_with: tuple[Lane, Work] | None = None,
         span_s: float = SPAN_S,
         between: Work | None = None,
@@ -67,8 +67,8 @@ class Bench:
     ) -> list[float]:
         """Seconds of each run of ``work`` on a lane, over and over for about ``span_s``.
 
-        ``beside`` keeps another lane busy all the time; ``each_with`` begins another lane's
-        work with each run, and the next run waits for it; ``between`` runs on the same lane
+        ``beside`` keeps another lane, or several, busy all the time; ``each_with`` begins another
+        lane's work with each run, and the next run waits for it; ``between`` runs on the same lane
         before each run and is not timed. ``queued`` holds a stream back until all runs have been
         issued, so that what the host takes to launch them is not in them.
 
@@ -78,7 +78,12 @@ class Bench:
             Whatever the work raised.
         """
         settle(self.device)  # what the work reads was made on a stream that no lane waits for
-        with own_current_stream(self.device), self._busy(*beside) if beside else nullcontext():
+        others: Any = [] if beside is None else [beside]
+        if beside and not isinstance(beside[0], Lane):
+            others = beside
+        with own_current_stream(self.device), ExitStack() as stack:
+            for lane_of, other in others:
+                stack.enter_context(self._busy(lane_of, other))
             once = self._spans(lane, work, 2, each_with, between)[-1]
             n = int(min(MOST_RUNS, max(2, span_s / max(once, 1e-6))))
             held_s = 0.0

@@ -37,6 +37,10 @@ class Curve:
     issue_s : float
         What the executor's issuing thread takes for one kernel or copy; for all that the op
         launches where ``launches`` is an axis.
+    turn_s : float
+        What it takes before, for a task: putting waits before it, binding its step.
+    crowded : nested sequence of float, shape as seconds, optional
+        Seconds while kernels that read or write host memory are at work beside it all the time.
 
     Raises
     ------
@@ -52,6 +56,8 @@ class Curve:
     phase: Phase | None = None
     spread: tuple[Any, ...] | None = None
     issue_s: float = 0.0
+    turn_s: float = 0.0
+    crowded: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         ops = tuple(self.ops) if isinstance(self.ops, (list, tuple)) else ()
@@ -87,8 +93,12 @@ class Curve:
         if self.spread is not None:
             spread = _grid(self.spread, shape, f"{name}: spread", at_least=0)
             object.__setattr__(self, "spread", spread)
-        issue_s = number(self.issue_s, f"{name}: issue_s", at_least=0)
-        object.__setattr__(self, "issue_s", issue_s)
+        if self.crowded is not None:
+            crowded = _grid(self.crowded, shape, f"{name}: crowded", above=0)
+            object.__setattr__(self, "crowded", crowded)
+        for field in ("issue_s", "turn_s"):
+            value = number(getattr(self, field), f"{name}: {field}", at_least=0)
+            object.__setattr__(self, field, value)
         self._check_rising()
 
     def _check_rising(self) -> None:

@@ -4,7 +4,8 @@ A measured curve is a grid over these. Each op has its own, in a fixed order:
 
 - matrix products and prefill attention: ``tokens`` a kernel, and ``flops_per_token``, which is
   how wide the matrices are (two FLOPs a weight), or how long the prompts; products of experts
-  also ``launches``, for the experts of one task may be computed together;
+  also ``launches``, for the experts of one task may be computed together, and prefill attention
+  ``io_per_token``, bytes of queries, keys, values and outputs, which tells models apart;
 - decode attention: ``rows``, ``bytes_per_row``, which is how long their KV is, and
   ``flops_per_byte``, which is its kind (4 for mixtral's grouped heads in two bytes a number, some
   240 for the latent heads of deepseek-v2);
@@ -47,6 +48,7 @@ class Feature:
 FEATURES = {
     "tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops")),
     "flops_per_token": Feature(lambda w: w.flops / w.tokens, ("flops", "gpu_bytes")),
+    "io_per_token": Feature(lambda w: w.gpu_bytes / w.tokens, ("gpu_bytes",)),
     "launches": Feature(lambda w: w.launches, ("launches", "tokens", "flops", "gpu_bytes")),
     "rows": Feature(
         lambda w: w.rows / w.launches, ("rows", "tokens", "flops", "gpu_bytes", "host_bytes")
@@ -75,7 +77,7 @@ FEATURES_OF: dict[str, tuple[str, ...]] = {
     "append_kv": ("d2h_bytes",),
     "fetch_kv": ("h2d_bytes",),
     "attn_gpu": _ATTENTION,
-    "attn_prefill": _PRODUCT,
+    "attn_prefill": (*_PRODUCT, "io_per_token"),
     "post_attn": _PRODUCT,
     "route": _PRODUCT,
     "copy_counts": ("d2h_bytes",),

@@ -38,7 +38,7 @@ def check_peaks(
     for curve in curves:
         limits = _limits(machine, memory, curve.ops[0])
         for index, at, seconds in curve.points():
-            for what, unit, units in _uses(at):
+            for what, unit, units in uses(at):
                 peak = limits.get(what)
                 if peak is not None and units / seconds > peak * _ROUNDING:
                     raise InvalidInput(
@@ -58,8 +58,8 @@ def _limits(machine: HardwareSpec, memory: Mapping[str, float], op: str) -> dict
     }
 
 
-def _uses(at: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """What a point uses up: of what, in which unit, and how much."""
+def uses(at: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """What a point of a curve uses up: of what, in which unit, and how much."""
     for name in ("h2d_bytes", "d2h_bytes"):
         if name in at:
             yield "link", "B", at[name]

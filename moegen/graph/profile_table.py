@@ -57,8 +57,8 @@ FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_CURVE = ("ops", "source", "axes", "seconds", "phase", "spread", "issue_s")
-_MAY_LACK = ("phase", "spread", "issue_s")
+_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "crowded")
+_CURVE = ("ops", "source", "axes", "seconds", *_MAY_LACK)
 _COMPANY = ("resource", "beside", "share", "source")
 
 

@@ -59,7 +59,7 @@ class Scaled(CostModel):
         if factor == 1.0:
             return cost
         demands = {name: units * factor for name, units in cost.demands.items()}
-        return Cost(cost.seconds * factor, cost.provenance, demands, cost.issue_s)
+        return replace(cost, seconds=cost.seconds * factor, demands=demands)
 
     def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
         return self.of.capacities(in_use)

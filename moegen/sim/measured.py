@@ -18,7 +18,7 @@ from moegen.graph.profile_table import ProfileTable, profiles
 from moegen.graph.task import Lane, Task, TaskId, Work
 from moegen.sim.capacities import InCompany
 from moegen.sim.cost import CostModel, Provenance
-from moegen.sim.roofline import Roofline, bound_work
+from moegen.sim.roofline import Alone, Roofline, bound_work
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,10 +112,10 @@ class Measured(Roofline):
         elif (lane is Lane.KV or lane is Lane.ACT) and (moved := work.h2d_bytes + work.d2h_bytes):
             demands["zero_copy"] = moved
 
-    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance, float]:
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> Alone:
         lines = self._lines.get(task[:2])
         if not lines:
-            return self._physics(lane, work), Provenance.ROOFLINE, 0.0
+            return super()._alone(task, lane, work)
         further_s = 0.0
         if work.calls > 1:
             call_s = self._cpu_call_s if lane is Lane.CPU else self._gpu_call_s
@@ -132,7 +132,9 @@ class Measured(Roofline):
             seconds *= self._physics(lane, work) / self._physics(lane, edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return seconds + further_s, provenance, line.issue_s(work)
+        return Alone(
+            seconds + further_s, provenance, line.issue_s(work), line.turn_s, line.keeps(work)
+        )
 
 
 class _Line:
@@ -143,11 +145,20 @@ class _Line:
         self._seconds, self._spread = curve.seconds, curve.spread
         #: Whether seconds are those of one kernel, however many are launched.
         self.of_one = "launches" not in curve.axes
+        self.turn_s, self._crowded = curve.turn_s, curve.crowded
         self._issue_s = curve.issue_s if self.of_one else curve.issue_s / curve.axes["launches"][0]
 
     def issue_s(self, work: Work) -> float:
         """What the issuing thread takes for all that ``work`` launches."""
         return self._issue_s * work.launches
+
+    def keeps(self, work: Work) -> dict[str, float]:
+        """The share of its speed that ``work`` keeps beside zero-copy kernels in full use."""
+        if self._crowded is None:
+            return {}
+        places = self._places(work)[0]
+        share = _read(self._seconds, places, 0) / _read(self._crowded, places, 0)
+        return {"zero_copy": share} if share < 1 else {}
 
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""

@@ -76,9 +76,8 @@ class OtherMachine(Scaled):
             name: units * _ratio(after.demands.get(name), before.demands.get(name))
             for name, units in cost.demands.items()
         }
-        return Cost(
-            cost.seconds * after.seconds / before.seconds, cost.provenance, demands, cost.issue_s
-        )
+        seconds = cost.seconds * after.seconds / before.seconds
+        return replace(cost, seconds=seconds, demands=demands)
 
     def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
         # In company what others draw counts as a part of what there is: here and there the same.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,16 @@ from moegen.sim.cost import Cost, CostModel, Provenance
 
 # A task of so many times the host code's own time hides it.
 _HIDES = 4
+
+
+class Alone(NamedTuple):
+    """What a task takes by itself; see `moegen.sim.cost.Cost`."""
+
+    seconds: float
+    provenance: Provenance
+    issue_s: float = 0.0
+    turn_s: float = 0.0
+    keeps: Mapping[str, float] = MappingProxyType({})
 
 
 class Roofline(CostModel):
@@ -75,7 +87,8 @@ class Roofline(CostModel):
         work, lane = bound_work(task), task.lane
         if work.launches == 0:
             return _NOTHING
-        seconds, provenance, issue_s = self._alone(task.id, lane, work)
+        alone = self._alone(task.id, lane, work)
+        seconds = alone.seconds
         demands: dict[str, float] = {}
         if seconds < _HIDES * self._issue_s and not issue_s:
             # A longer task is issued while the one before it runs, and slows nobody.
@@ -90,7 +103,9 @@ class Roofline(CostModel):
             demands["gpu"] = seconds
         elif lane is Lane.CPU:
             demands["cpu"] = seconds
-        return Cost(seconds, provenance, demands, issue_s)
+        return Cost(
+            seconds, alone.provenance, demands, alone.issue_s, alone.turn_s, alone.keeps
+        )
 
     def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
         """What copies and the CPU's attention draw on host memory: all of their bytes."""
@@ -98,10 +113,9 @@ class Roofline(CostModel):
         if host_bytes:
             demands["host_memory"] = host_bytes
 
-    def _alone(self, task: TaskId, lane: Lane, work: Work) -> tuple[float, Provenance, float]:
-        """Seconds on the machine, the executor's host code left out, and their provenance; and
-        what the issuing thread takes, where it is known of this task by itself."""
-        return self._physics(lane, work), Provenance.ROOFLINE, 0.0
+    def _alone(self, task: TaskId, lane: Lane, work: Work) -> Alone:
+        """What the task takes on the machine, and what is known of the executor's host code."""
+        return Alone(self._physics(lane, work), Provenance.ROOFLINE)
 
     def _physics(self, lane: Lane, work: Work) -> float:
         """Seconds by the rates of the machine."""

@@ -244,4 +244,10 @@ class _FewCost(CostModel):
         if times == 1.0:
             return cost
         demands = {name: units * times for name, units in cost.demands.items()}
-        return Cost(cost.seconds * times, cost.provenance, demands, cost.issue_s * times)
+        return replace(
+            cost,
+            seconds=cost.seconds * times,
+            demands=demands,
+            issue_s=cost.issue_s * times,
+            turn_s=cost.turn_s * times,
+        )

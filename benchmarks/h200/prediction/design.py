@@ -77,11 +77,12 @@ def drawn(model: mg.ModelSpec, decode: int, prefill: int, seed: int, most: int) 
 def omega_curve(model: mg.ModelSpec, B: int, context: int) -> Iterator[Point]:
     """Eleven points that differ in omega alone."""
     for omega in OMEGAS:
-        s = mg.Strategy(B=B, b_a=64, b_e=8192, omega=omega, s_expert=_layer_bytes(model))
+        s = mg.Strategy(B=B, b_a=64, b_e=8192, omega=omega, s_expert=layer_bytes(model))
         yield Point(f"omega-{omega:.1f}", "decode", s.to_dict(), (context,) * B)
 
 
-def _layer_bytes(model: mg.ModelSpec) -> int:
+def layer_bytes(model: mg.ModelSpec) -> int:
+    """Of the experts of a layer."""
     return max(layer.experts_bytes for layer in model.layers)
 
 

@@ -2,38 +2,63 @@
 
     python benchmarks/h200/prediction/measure.py OUT --budget-s 540 [--seed 1] [--zip OUT.zip]
 
-Writes OUT/profile.json, OUT/measured.json and one timeline a point. Every point runs twice, all of
-them once before any runs again, so that the spread from run to run is known.
+Writes OUT/profile.json, OUT/measured.json, OUT/slopes.json and one timeline a point and run. Every
+point of a model runs twice, all of them once before any runs again, so that the spread from run to
+run is known. Each stage is a process of its own: one that hangs is ended, says where it stood, and
+is begun again without the point that it hung at.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gzip
 import json
+import subprocess
 import sys
 import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from design import Point, drawn, omega_curve
-from harness import machine, say
+from design import Point, drawn, layer_bytes, omega_curve
 
 import moegen as mg
 from moegen.units import GIB, parse_bytes
 
 # Layers that are run, decode and prefill points, and rows at most, by model.
-MODELS = {"mixtral-8x7b": (4, 14, 5, 2048), "deepseek-v2": (3, 8, 4, 2048)}
+MODELS = {"mixtral-8x7b": (4, 12, 5, 2048), "deepseek-v2": (3, 6, 3, 2048)}
+CURVE_ROWS, CURVE_CONTEXT = 1024, 640
 STEPS = 6
+# A point that takes longer hangs.
+HANGS_S = 60.0
+SLOPES = {"layers": 2, "B": 384, "context": 320, "omega": 0.4}
+SLOPE_OPS = (
+    "copy_dense", "copy_expert", "pre_attn", "send_qkv", "attn_cpu", "recv_attn", "fetch_kv",
+    "append_kv", "attn_gpu", "post_attn", "route", "copy_counts", "expert", "combine",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.stage is not None:
+        {"profile": profile, "points": points, "slopes": slopes}[args.stage](args)
+        return
+    began = time.perf_counter()
+    stages = [
+        ("profile", "", args.profile_s),
+        *(("points", name, args.points_s) for name in args.models),
+        ("slopes", args.models[0], args.slopes_s),
+    ]
+    for stage, model, seconds in stages:
+        _stage(args, stage, model, min(seconds, args.budget_s - (time.perf_counter() - began)))
+        _archive(args)
+
+
+def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -41,101 +66,182 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--models", nargs="+", default=list(MODELS))
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--points", type=int, nargs=2, metavar=("DECODE", "PREFILL"))
     p.add_argument("--runs", type=int, default=2, help="of every point")
-    p.add_argument("--curve", type=int, nargs=2, default=(1024, 640), metavar=("B", "CONTEXT"))
     p.add_argument("--gpu-memory", type=parse_bytes, default=40 * GIB)
     p.add_argument("--host-memory", type=parse_bytes)
-    p.add_argument("--budget-s", type=float, default=540)
+    p.add_argument("--budget-s", type=float, default=560, help="for everything")
+    p.add_argument("--profile-s", type=float, default=130)
+    p.add_argument("--points-s", type=float, default=230, help="for a model's points")
+    p.add_argument("--slopes-s", type=float, default=120)
     p.add_argument("--zip", type=Path, help="keep one archive of everything so far")
-    args = p.parse_args(argv)
-    out = Run(args)
-    models = [mg.ModelSpec.from_pretrained(name).with_(dtype="bfloat16") for name in args.models]
-    table = mg.profile(models, device=args.device, on_progress=say, notes=out.notes)
-    table.save(args.out / "profile.json")
-    out.save(profile_s=time.perf_counter() - out.began)
-    for model in models:
-        layers, decode, prefill, most = MODELS[model.name]
-        if args.points is not None:
-            decode, prefill = args.points
-        part = model.with_(n_layers=layers)
-        points = drawn(part, decode, prefill, args.seed, most)
-        if model.name == args.models[0]:
-            points += omega_curve(part, *args.curve)
-        out.measure(part, points, args)
-    out.save(complete=True)
+    p.add_argument("--stage", choices=("profile", "points", "slopes"), help="this one alone")
+    p.add_argument("--model", help="of the stage")
+    p.add_argument("--deadline", type=float, default=1e18, help="of the stage, by the clock")
+    return p
 
 
-class Run:
-    """What was measured so far."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.began = time.perf_counter()
-        self.args = args
-        self.notes: list[str] = []
-        self.files: list[str] = []
-        self.data: dict[str, Any] = {
-            "machine": machine(args.device), "seed": args.seed, "complete": False, "points": [],
-        }  # fmt: skip
-        args.out.mkdir(parents=True, exist_ok=True)
-
-    def save(self, **more: Any) -> None:
-        self.data |= more | {"notes": self.notes}
-        text = json.dumps(self.data, indent=1) + "\n"
-        (self.args.out / "measured.json").write_text(text, encoding="utf-8")
-        if self.args.zip is None:
-            return
-        fresh = self.args.zip.with_suffix(".part")
-        with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as z:
-            for path in sorted(self.args.out.iterdir()):
-                z.write(path, path.name)
-        fresh.replace(self.args.zip)
-
-    def measure(self, model: mg.ModelSpec, points: list[Point], args: argparse.Namespace) -> None:
-        """Every point, all once before any a second time."""
-        say(f"{model.name}: {len(points)} points")
-        with mg.Engine.random(
-            model,
-            device=args.device,
-            gpu_memory_bytes=args.gpu_memory,
-            host_memory_bytes=args.host_memory,
-            hardware=mg.HardwareSpec.from_name("h200"),
-        ) as engine:
-            say("loaded")
-            for run in range(args.runs):
-                for point in points:
-                    if time.perf_counter() - self.began > args.budget_s:
-                        self.notes.append(f"no time left for {model.name} {point.name}")
-                        continue
-                    self.point(engine, point, run)
-                self.save()
-
-    def point(self, engine: mg.Engine, point: Point, run: int) -> None:
-        began = time.perf_counter()
+def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> None:
+    """Run a stage, again if it was ended for hanging, as long as there is time."""
+    deadline = time.time() + seconds
+    command = [sys.executable, __file__, str(args.out), "--stage", stage]
+    for flag in ("device", "seed", "runs", "gpu_memory"):
+        command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    if args.host_memory is not None:
+        command += ["--host-memory", str(args.host_memory)]
+    if model:
+        command += ["--model", model]
+    command += ["--deadline", str(deadline - 5)]
+    while (left_s := deadline - time.time()) > 20:
+        _say(f"== {stage} {model}, {left_s:.0f} s")
         try:
-            timeline = engine.execute(point.graph(engine.model), steps=STEPS + 2)
-        except (mg.MoegenError, torch.OutOfMemoryError) as e:
-            self.notes.append(f"{engine.model.name} {point.name}: {e}")
-            say(point.name, e)
+            code = subprocess.run(command, timeout=left_s, check=False).returncode
+        except subprocess.TimeoutExpired:
+            _say(f"{stage} {model} ran out of time")
             return
-        name = f"{engine.model.name}.{point.name}.{run}.json.gz"
-        (self.args.out / name).write_bytes(
-            gzip.compress(json.dumps(timeline.to_dict()).encode(), 6)
-        )
-        took_s = time.perf_counter() - began
-        self.data["points"].append(
-            {
-                "model": engine.model.name,
-                "layers": engine.model.n_layers,
-                **point.to_dict(),
-                "run": run,
-                "timeline": name,
-                "period_s": timeline.period_s,
-                "step_end_s": timeline.step_end_s.tolist(),
-                "took_s": took_s,
-            }
-        )
-        say(f"{point.name}: {timeline.period_s * 1e3:.1f} ms, took {took_s:.1f} s")
+        if code == 0:
+            return
+        hung = args.out / "now.json"
+        _say(f"{stage} {model} ended with {code}: {hung.read_text() if hung.exists() else '?'}")
+        if stage != "points":
+            return
+        data = _measured(args)
+        data["failed"].append(json.loads(hung.read_text()))
+        _write(args.out / "measured.json", data)
+
+
+def profile(args: argparse.Namespace) -> None:
+    """The calibration: nothing else is ever fitted."""
+    faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
+    models = [_spec(name) for name in MODELS]
+    notes: list[str] = []
+    began = time.perf_counter()
+    table = mg.profile(models, device=args.device, on_progress=_say, notes=notes)
+    table.save(args.out / "profile.json")
+    took = {"seconds": time.perf_counter() - began, "notes": notes}
+    _write(args.out / "profile_notes.json", took)
+    _say(f"profile took {took['seconds']:.1f} s; {'; '.join(notes) or 'nothing left out'}")
+
+
+def points(args: argparse.Namespace) -> None:
+    """Every point of a model, all once before any a second time."""
+    from harness import machine
+
+    layers, decode, prefill, most = MODELS[args.model]
+    whole = _spec(args.model)
+    model = whole.with_(n_layers=layers)
+    todo = drawn(model, decode, prefill, args.seed, most)
+    if args.model == next(iter(MODELS)):
+        todo += omega_curve(model, CURVE_ROWS, CURVE_CONTEXT)
+        todo.append(_planned(args, model))
+    data = _measured(args)
+    data |= {"machine": machine(args.device), "seed": args.seed}
+    failed = {(x["model"], x["point"]) for x in data["failed"]}
+    done = {(p["model"], p["name"], p["run"]) for p in data["points"]}
+    _say(f"{args.model}: {len(todo)} points")
+    with _engine(args, model) as engine:
+        _say("loaded")
+        for run in range(args.runs):
+            for point in todo:
+                key = (args.model, point.name, run)
+                if key in done or key[:2] in failed or time.time() > args.deadline:
+                    continue
+                _write(args.out / "now.json", {"model": args.model, "point": point.name})
+                faulthandler.dump_traceback_later(HANGS_S, exit=True)
+                data["points"].append(_run(args, engine, point, run))
+                faulthandler.cancel_dump_traceback_later()
+                _write(args.out / "measured.json", data)
+
+
+def _run(args: argparse.Namespace, engine: mg.Engine, point: Point, run: int) -> dict[str, Any]:
+    began = time.perf_counter()
+    timeline = engine.execute(point.graph(engine.model), steps=STEPS + 2)
+    name = f"{engine.model.name}.{point.name}.{run}.json.gz"
+    packed = gzip.compress(json.dumps(timeline.to_dict()).encode(), 6)
+    (args.out / name).write_bytes(packed)
+    took_s = time.perf_counter() - began
+    _say(f"{point.name}: {timeline.period_s * 1e3:.1f} ms, took {took_s:.1f} s")
+    return {
+        "model": engine.model.name,
+        "layers": engine.model.n_layers,
+        **point.to_dict(),
+        "run": run,
+        "timeline": name,
+        "period_s": timeline.period_s,
+        "step_end_s": timeline.step_end_s.tolist(),
+        "took_s": took_s,
+    }
+
+
+def _planned(args: argparse.Namespace, model: mg.ModelSpec) -> Point:
+    """What the planner takes for the rows of the omega curve, nothing staying on the GPU."""
+    path = args.out / "profile.json"
+    cost = mg.CostModel.from_profile(path, allow_mismatch=True)
+    hw = cost.hw.with_(gpu_memory_bytes=args.gpu_memory)
+    work = mg.Workload.uniform(CURVE_ROWS, CURVE_CONTEXT - 128, 256)
+    chosen = mg.plan(model, hw, work, cost, B=CURVE_ROWS, s_params=0).decode
+    return Point("planned", "decode", chosen.to_dict(), (CURVE_CONTEXT,) * CURVE_ROWS)
+
+
+def slopes(args: argparse.Namespace) -> None:
+    """Delays injected class by class, and what the profile's simulator makes of them."""
+    faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
+    model = _spec(args.model).with_(n_layers=SLOPES["layers"])
+    s = mg.Strategy(
+        B=SLOPES["B"], b_a=64, b_e=8192, omega=SLOPES["omega"], s_expert=layer_bytes(model)
+    )
+    g = mg.build(model, s, kv_len=SLOPES["context"])
+    cost = mg.CostModel.from_profile(args.out / "profile.json", allow_mismatch=True)
+    with _engine(args, model) as engine:
+        engine.execute(g, 2)
+        frame = mg.causal(engine, g, cost, ops=SLOPE_OPS, steps=5)
+    _say(frame.to_string())
+    rows = json.loads(frame.to_json(orient="records"))
+    _write(args.out / "slopes.json", {"model": args.model, **SLOPES, "slopes": rows})
+
+
+def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:
+    return mg.Engine.random(
+        model,
+        device=args.device,
+        gpu_memory_bytes=args.gpu_memory,
+        host_memory_bytes=args.host_memory,
+        hardware=mg.HardwareSpec.from_name("h200"),
+    )
+
+
+def _spec(name: str) -> mg.ModelSpec:
+    return mg.ModelSpec.from_pretrained(name).with_(dtype="bfloat16")
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    path = args.out / "measured.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    return {"points": [], "failed": []}
+
+
+def _write(path: Path, data: Any) -> None:
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+def _archive(args: argparse.Namespace) -> None:
+    """Everything so far in one file, in one piece."""
+    if args.zip is None:
+        return
+    fresh = args.zip.with_suffix(".part")
+    with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as z:
+        for path in sorted(args.out.iterdir()):
+            z.write(path, path.name)
+    fresh.replace(args.zip)
+
+
+_BEGAN = time.perf_counter()
+
+
+def _say(*words: object) -> None:
+    print(f"[{time.perf_counter() - _BEGAN:6.1f}s]", *words, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,250 @@
+"""Timing by itself: spans of a lane, the tasks of a graph one by one, copies by size, waiting."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from small_models import deepseek, mixtral  # noqa: E402
+
+import moegen as mg  # noqa: E402
+from moegen.exec import bulk  # noqa: E402
+from moegen.exec.bulk import bulk_copies  # noqa: E402
+from moegen.exec.issue import Times  # noqa: E402
+from moegen.exec.op_bench import op_bench  # noqa: E402
+from moegen.exec.op_points import strategy  # noqa: E402
+from moegen.exec.timing import Bench  # noqa: E402
+from moegen.exec.waits import latencies  # noqa: E402
+from moegen.graph.task import Lane, TaskId  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+CPU = torch.device("cpu")
+SPAN_S = 1e-3
+
+
+@pytest.fixture
+def bench():
+    with Bench(CPU) as b:
+        yield b
+
+
+# -- spans of a lane -------------------------------------------------------------------
+
+
+def test_what_runs_between_is_not_timed(bench):
+    done = []
+
+    def work():
+        done.append("work")
+        time.sleep(2e-3)
+
+    def between():
+        done.append("between")
+        time.sleep(20e-3)
+
+    spans = bench.spans(Lane.GPU, work, span_s=0.01, between=between)
+    assert done == ["between", "work"] * (len(done) // 2)
+    assert 4 <= len(spans) <= 16 and all(s >= 2e-3 for s in spans)
+    assert min(spans) < 15e-3
+
+
+def test_there_are_as_many_runs_as_the_span_is_long(bench):
+    """Two runs say how long one takes; of what is short there are not thousands."""
+    runs = []
+    spans = bench.spans(Lane.BULK, lambda: runs.append(time.sleep(5e-3)), span_s=0.1)
+    assert len(runs) == 2 + len(spans) and 2 <= len(spans) <= 20
+    assert len(bench.spans(Lane.BULK, lambda: None, span_s=0.1)) == 200
+    assert len(bench.spans(Lane.BULK, lambda: time.sleep(0.05), span_s=1e-3)) == 2
+
+
+def test_what_is_queued_runs_as_often_as_a_stream_can_be_held(bench):
+    spans = bench.spans(Lane.GPU, lambda: None, span_s=0.1, queued=True)
+    assert len(spans) in (32, 200)  # 200 where launching took next to nothing
+    assert all(s >= 0 for s in spans)
+
+
+def test_another_lane_is_at_work_all_the_time(bench):
+    """Whenever the one begins, the other has begun one more than it has ended, or is about to."""
+    other = {"begun": 0, "ended": 0}
+
+    def beside():
+        other["begun"] += 1
+        time.sleep(1e-3)
+        other["ended"] += 1
+
+    seen = []
+
+    def work():
+        seen.append(other["begun"])
+        time.sleep(5e-3)
+
+    bench.spans(Lane.GPU, work, span_s=0.1, beside=(Lane.BULK, beside))
+    assert seen[0] >= 1 and seen == sorted(seen)
+    assert seen[-1] > len(seen)  # it went on: some five of its works to one of these
+    ended = other["ended"]
+    time.sleep(0.01)
+    assert other["ended"] == ended == other["begun"]  # and it is over
+
+
+def test_the_other_lanes_fault_is_told(bench):
+    def broken():
+        raise RuntimeError("beside is broken")
+
+    with pytest.raises(RuntimeError, match="beside is broken"):
+        bench.spans(Lane.GPU, lambda: None, beside=(Lane.BULK, broken))
+
+
+# -- the tasks of a graph --------------------------------------------------------------
+
+MODELS = {"mixtral": mixtral(), "deepseek": deepseek()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engine(request):
+    with mg.Engine.random(
+        MODELS[request.param], device="cpu", dtype="float32", hardware=mg.HardwareSpec.detect()
+    ) as e:
+        yield e
+
+
+def decode(engine, rows=12, group=1):
+    return mg.build(engine.model, strategy(engine.model, rows, rows // 2, 0.5, group), kv_len=16)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
+    g = decode(engine)
+    if phase == "prefill":
+        s = strategy(engine.model, 4, 2, 0.0, 1)
+        g = mg.build(engine.model, s, "prefill", prompt_len=16)
+    with op_bench(g, engine.machinery, bench) as ops:
+        for op in dict.fromkeys(t.id.op for t in g):
+            found = ops.time(op, SPAN_S)
+            tasks = [t for t in g if t.id.op == op and not t.work.empty]
+            # One of each kind: tasks with the same work are the same.
+            assert len(found) == len({t.work for t in tasks}) > 0, op
+            assert {t.task.work for t in found} == {t.work for t in tasks}
+            for t in found:
+                assert 0 < t.seconds < 1 and t.spread >= 0
+                assert 0 < t.issue_s < 1, op
+
+
+def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
+    for g in (decode(engine), decode(engine, rows=5), decode(engine, group=2)):
+        with op_bench(g, engine.machinery, bench) as ops:
+            tokens = dict(ops._step.counts)
+            assert set(tokens) == set(engine.model.moe_layers)
+            ends = ops._program.scratch.expert_ends
+            for layer, counts in tokens.items():
+                active = [n for n in counts if n]
+                assert max(active) - min(active) <= 1
+                assert sum(counts) == g.shape.tokens * engine.model.layers[layer].top_k
+                assert ends[: len(counts)].tolist() == torch.tensor(counts).cumsum(0).tolist()
+            for t in g:
+                if t.id.op == "expert":
+                    group = tokens[t.id.layer][t.id.expert :][: t.work.launches or 1]
+                    assert t.work.tokens == sum(group)
+
+
+def test_attention_on_the_cpu_reads_other_rows_each_time(engine, bench, monkeypatch):
+    """Else it would read what a cache holds."""
+    with op_bench(decode(engine), engine.machinery, bench) as ops:
+        used = []
+        monkeypatch.setattr(
+            type(ops._program), "run", lambda self, task, index, step: used.append((task, step))
+        )
+        (first, *_) = ops.tasks("attn_cpu")
+        run = ops.work([first])
+        n = len(ops._others)
+        for _ in range(2 * n):
+            run()
+        assert n > 1 and [s for _, s in used] == [*ops._others, *ops._others]
+        assert {t for t, _ in used} == {first}
+        starts = [[row.start for row in step.rows if row is not None] for step in ops._others]
+        assert len({start for rows in starts for start in rows}) == n * len(starts[0])
+        # Others take turns over their own weights, on the rows of the step that ran.
+        used.clear()
+        experts = ops.tasks("expert")
+        run = ops.work(experts)
+        for _ in range(len(experts) + 1):
+            run()
+        assert [t for t, _ in used] == [*experts, experts[0]]
+        assert {id(s) for _, s in used} == {id(ops._step)}
+
+
+def test_its_memory_is_given_back(engine, bench, monkeypatch):
+    from moegen.exec.kv import KVStore
+
+    closed = []
+    monkeypatch.setattr(KVStore, "close", lambda self: closed.append(self))
+    with op_bench(decode(engine), engine.machinery, bench), pytest.raises(ZeroDivisionError):
+        raise ZeroDivisionError
+    assert len(closed) == 1
+
+
+def test_the_run_before_says_how_long_one_waits(engine, bench):
+    with op_bench(decode(engine), engine.machinery, bench) as ops:
+        found = latencies([ops.records])
+    assert {t.task.op for t in ops.records} == {t.id.op for t in ops.graph}
+    assert min(t.task.step for t in ops.records) == 2  # the first two compile and fill
+    for seconds in vars(found).values():
+        assert 0 <= seconds < 1
+
+
+# -- copies by size --------------------------------------------------------------------
+
+
+def test_copies_of_each_size_go_from_another_place_each_time(monkeypatch):
+    monkeypatch.setattr(bulk, "_SIZES", (1 << 14, 1 << 18, 1 << 20))
+    found = list(bulk_copies(CPU, SPAN_S))
+    assert [(t.task.id.op, t.task.work.h2d_bytes) for t in found] == [
+        (op, n) for n in (1 << 14, 1 << 18, 1 << 20) for op in ("copy_dense", "copy_expert")
+    ]
+    assert all(t.task.lane is Lane.BULK and t.issue_s == 0 for t in found)
+    for dense, expert in zip(found[::2], found[1::2], strict=True):
+        assert dense.seconds == expert.seconds > 0
+    assert found[-1].seconds > found[0].seconds  # 64 times as much
+
+
+# -- waiting ---------------------------------------------------------------------------
+
+
+def at(op, start_s, end_s, issue_s=0.0, *, step=0, layer=0, expert=-1):
+    name = TaskId(op, "decode", step, layer, expert=expert)
+    return Times(name, start_s, end_s, issue_s, issue_s + 1e-6)
+
+
+def test_waits_are_from_an_end_to_the_first_who_waited_for_it():
+    layer = [
+        at("send_qkv", 0.0, 1.0),
+        at("attn_cpu", 1.25, 3.0),
+        at("recv_attn", 3.6, 4.0, issue_s=3.5),
+        at("copy_counts", 4.5, 5.0),
+        at("expert", 9.0, 9.5, issue_s=8.0, expert=1),
+        at("expert", 6.0, 7.0, issue_s=5.75, expert=0),
+    ]
+    found = latencies([layer])
+    assert vars(found) == {"gpu_to_host_s": 0.75, "cpu_to_host_s": 0.5, "gpu_to_cpu_s": 0.25}
+
+
+def test_waits_are_the_median_over_layers_steps_and_runs():
+    def wait(seconds, **place):
+        return [at("send_qkv", 0.0, 1.0, **place), at("attn_cpu", 1.0 + seconds, 9.0, **place)]
+
+    runs = [
+        [*wait(0.5), *wait(0.25, layer=1), *wait(4.0, step=1)],
+        [*wait(0.5), *wait(0.125, step=7, layer=3)],
+    ]
+    assert latencies(runs).gpu_to_cpu_s == 0.5
+    # Across clocks a start may seem to come before the end; nobody waits less than not at all.
+    assert latencies([wait(-0.5)]).gpu_to_cpu_s == 0.0
+
+
+def test_nothing_that_tells_is_no_wait():
+    assert set(vars(latencies([])).values()) == {0.0}
+    alone = [at("send_qkv", 0.0, 1.0), at("attn_cpu", 2.0, 3.0, layer=1)]  # of another layer
+    assert set(vars(latencies([alone])).values()) == {0.0}

@@ -1,0 +1,163 @@
+"""From ops timed one by one to curves, against hand-made times."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from moegen.exec.op_bench import Timed, timed  # noqa: E402
+from moegen.exec.op_curves import curves  # noqa: E402
+from moegen.graph.task import Lane, Task, TaskId, Work  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+SOURCE = "measured: by hand"
+
+
+def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", **work):
+    task = Task(TaskId(op, phase), Lane.GPU, work=Work(**work))
+    return Timed(task, seconds, spread, issue_s)
+
+
+def copy(nbytes, seconds, **more):
+    return at("copy_dense", seconds, h2d_bytes=nbytes, **more)
+
+
+def product(tokens, seconds, width=10.0, op="pre_attn", launches=1, **more):
+    flops = tokens * width
+    return at(op, seconds, tokens=tokens, flops=flops, launches=launches, **more)
+
+
+def attention(rows, context, seconds, **more):
+    nbytes = rows * context
+    work = {"rows": rows, "tokens": rows, "gpu_bytes": nbytes, "flops": 4.0 * nbytes}
+    return at("attn_gpu", seconds, **work, **more)
+
+
+def only(found):
+    (curve,) = found
+    return curve
+
+
+def test_copies_by_size_whatever_the_order():
+    found = only(curves([copy(300, 3e-3, spread=0.3), copy(100, 1e-3), copy(200, 2e-3)], SOURCE))
+    assert found.ops == ("copy_dense",) and found.source == SOURCE and found.phase is None
+    assert found.axes == {"h2d_bytes": (100.0, 200.0, 300.0)}
+    assert found.seconds == (1e-3, 2e-3, 3e-3) and found.spread == (0.1, 0.1, 0.3)
+
+
+def test_what_was_timed_twice_counts_as_its_mean():
+    found = only(curves([copy(8, 2.0, spread=0.2), copy(8, 4.0, spread=0.4)], SOURCE))
+    assert found.seconds == (3.0,) and found.spread == pytest.approx((0.3,))
+
+
+def test_noise_that_makes_more_take_less_is_turned_round():
+    found = only(curves([copy(1, 3.0), copy(2, 2.0), copy(3, 5.0), copy(4, 4.0)], SOURCE))
+    assert found.seconds == (3.0, 3.0, 5.0, 5.0)
+
+
+def test_issuing_takes_the_median_of_what_was_issued():
+    """Copies of sizes that no weights have were never handed over in a run."""
+    some = [copy(n, n, issue_s=s) for n, s in ((1, 0.0), (2, 3e-6), (3, 5e-6), (4, 90e-6))]
+    assert only(curves(some, SOURCE)).issue_s == pytest.approx(5e-6)
+    assert only(curves([copy(1, 1.0), copy(2, 2.0)], SOURCE)).issue_s == 0.0
+
+
+def test_seconds_of_several_copies_are_those_of_one():
+    some = at("fetch_kv", 6.0, issue_s=3e-6, h2d_bytes=300, launches=3)
+    found = only(curves([some], SOURCE))
+    assert found.axes == {"h2d_bytes": (100.0,)}
+    assert found.seconds == (2.0,) and found.issue_s == pytest.approx(1e-6)
+
+
+def test_experts_computed_together_are_of_all_that_is_launched():
+    some = product(8, 6.0, op="expert", launches=4, issue_s=3e-6)
+    found = only(curves([some], SOURCE))
+    assert found.axes == {"tokens": (2.0,), "flops_per_token": (10.0,), "launches": (4.0,)}
+    assert found.seconds == (((6.0,),),) and found.issue_s == pytest.approx(3e-6)
+
+
+def test_groups_of_experts_have_a_curve_of_their_own():
+    some = [product(n, n, op="expert", launches=k) for k in (1, 4) for n in (8, 16)]
+    one, four = sorted(curves(some, SOURCE), key=lambda c: c.axes["launches"])
+    assert one.axes["launches"] == (1.0,) and one.axes["tokens"] == (8.0, 16.0)
+    assert four.axes["launches"] == (4.0,) and four.axes["tokens"] == (2.0, 4.0)
+
+
+def test_computed_apart_in_each_phase_and_copied_alike():
+    some = [
+        *(product(8, s, phase=p) for p, s in (("decode", 1.0), ("prefill", 2.0))),
+        *(copy(n, n, phase=p) for p, n in (("decode", 1), ("prefill", 2))),
+    ]
+    found = {(c.ops, c.phase): c for c in curves(some, SOURCE)}
+    assert len(found) == 3
+    assert found[("pre_attn",), "decode"].seconds == ((1.0,),)
+    assert found[("pre_attn",), "prefill"].seconds == ((2.0,),)
+    assert found[("copy_dense",), None].seconds == (1, 2)
+
+
+def test_each_width_of_matrices_has_a_curve_of_its_own():
+    """As many tokens of each: a grid, if it were one of widths."""
+    some = [product(n, n * w, width=w) for n in (1, 2) for w in (10.0, 30.0)]
+    narrow, wide = curves(some, SOURCE)
+    assert narrow.axes == {"tokens": (1.0, 2.0), "flops_per_token": (10.0,)}
+    assert wide.axes["flops_per_token"] == (30.0,) and wide.seconds == ((30.0,), (60.0,))
+
+
+def test_rows_and_context_are_one_grid_where_it_is_whole():
+    some = [attention(n, c, n * c) for c in (64, 512) for n in (1, 8)]
+    found = only(curves(some, SOURCE))
+    assert found.axes == {
+        "rows": (1.0, 8.0),
+        "bytes_per_row": (64.0, 512.0),
+        "flops_per_byte": (4.0,),
+    }
+    assert found.seconds == (((64,), (512,)), ((512,), (4096,)))
+
+
+def test_what_lacks_a_point_of_the_grid_is_a_grid_for_itself():
+    """There was no time for 8 rows of 512."""
+    whole = [attention(n, c, n * c) for c in (64, 256) for n in (1, 8)]
+    first, second = sorted(
+        curves([*whole, attention(1, 512, 512.0)], SOURCE), key=lambda c: -len(c.axes["rows"])
+    )
+    assert first.axes["bytes_per_row"] == (64.0, 256.0) and first.axes["rows"] == (1.0, 8.0)
+    assert second.axes["bytes_per_row"] == (512.0,) and second.axes["rows"] == (1.0,)
+
+
+def test_prompts_of_several_lengths_are_one_grid():
+    """FLOPs a token say how long they are; short ones may take longer for as many tokens."""
+    some = [
+        product(n, s * n, width=w, op="attn_prefill", phase="prefill")
+        for w, s in ((10.0, 3.0), (30.0, 2.0))
+        for n in (512, 2048)
+    ]
+    found = only(curves(some, SOURCE))
+    assert found.phase is None and found.axes["flops_per_token"] == (10.0, 30.0)
+    assert found.seconds == ((1536, 1024), (6144, 4096))
+
+
+def test_a_kind_of_attention_has_a_curve_of_its_own():
+    latent = {"rows": 1, "tokens": 1, "gpu_bytes": 64, "flops": 240.0 * 64}
+    found = curves([attention(1, 64, 1.0), at("attn_gpu", 2.0, **latent)], SOURCE)
+    assert {c.axes["flops_per_byte"]: c.seconds for c in found} == {
+        (4.0,): (((1.0,),),),
+        (240.0,): (((2.0,),),),
+    }
+
+
+def test_a_time_is_the_mean_without_what_comes_once_in_a_while():
+    task = Task(TaskId("embed", "decode"), Lane.GPU, work=Work(gpu_bytes=8))
+    spans = [1.0] * 9 + [2.0] * 9 + [0.0, 100.0]
+    found = timed(task, spans, 3e-6)
+    # Two of twenty at each end are out, so seven ones and, with the hundred and a two gone, eight.
+    assert found.seconds == pytest.approx((8 * 1 + 8 * 2) / 16)
+    assert found.spread == pytest.approx(0.5 / 1.5) and found.issue_s == 3e-6
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 9])
+def test_a_few_runs_have_a_time_too(n):
+    task = Task(TaskId("embed", "decode"), Lane.GPU, work=Work(gpu_bytes=8))
+    found = timed(task, [0.5] * n)
+    assert (found.seconds, found.spread) == (0.5, 0.0)
+    assert timed(task, [0.0] * n).seconds > 0  # the clock's own grain

@@ -1,0 +1,210 @@
+"""Which sizes a profile measures, and for which of them there is time."""
+
+from __future__ import annotations
+
+import pytest
+from small_models import deepseek, mixtral
+
+import moegen as mg
+from moegen.exec import op_points
+from moegen.exec.op_points import Agenda, Point, points, profiled_layers
+from moegen.graph.features import FEATURES_OF
+from moegen.graph.sound_waves import expert_group
+
+MIB, GIB = 1 << 20, 1 << 30
+# Ops whose kernels are timed apart in prefill and decode.
+BOTH = {"embed", "pre_attn", "post_attn", "route", "expert", "combine"}
+
+
+def catalogue(name):
+    return mg.ModelSpec.from_pretrained(name)
+
+
+RUNNABLE = ["mixtral-8x7b", "mixtral-8x22b", "deepseek-v2", "deepseek-v2-lite"]
+SMALL = {
+    "mixtral": mixtral(),
+    "deepseek": deepseek(),
+    "one layer": mixtral(num_hidden_layers=1),
+    "one expert a token": mixtral(num_experts_per_tok=1),
+}
+
+
+def found(model) -> dict[str, list[Point]]:
+    grids: dict[str, list[Point]] = {}
+    for p in points(model):
+        grids.setdefault(p.grid, []).append(p)
+    return grids
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_layers_are_the_fewest_of_each_class_that_no_cache_holds(name):
+    whole = catalogue(name)
+    part = profiled_layers(whole)
+    n = part.n_layers
+
+    def enough(layers):
+        kinds = {x.name for x in layers} == {x.name for x in whole.layers}
+        dense = sum(x.weight_bytes - x.experts_bytes for x in layers)
+        return kinds and (dense >= 128 * MIB or sum(x.weight_bytes for x in layers) >= 8 * GIB)
+
+    assert part.layers == whole.layers[:n]
+    assert n == whole.n_layers or enough(part.layers)
+    assert n == 1 or not enough(whole.layers[: n - 1])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_model_is_taken_whole(name):
+    assert profiled_layers(SMALL[name]).n_layers == SMALL[name].n_layers
+
+
+@pytest.mark.parametrize("model", SMALL.values(), ids=list(SMALL))
+def test_every_op_of_a_step_is_timed_and_its_features_are_known(model):
+    timed = set().union(*(p.timed for p in points(model)))
+    s = mg.Strategy(B=4, b_a=2, b_e=8, omega=0.5)
+    for phase, length in (("decode", {"kv_len": 8}), ("prefill", {"prompt_len": 8})):
+        for t in mg.build(model, s.with_(omega=0.5 * (phase == "decode")), phase, **length):
+            op = t.id.op
+            assert op in FEATURES_OF
+            if op in BOTH:
+                assert (op, phase) in timed
+            else:
+                assert {(op, "decode"), (op, "prefill")} & timed, op
+
+
+def test_grids_are_of_tokens_of_rows_and_context_and_of_prompts():
+    grids = found(mixtral())
+    rows = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
+    # Each row has 16 tokens behind it and makes one; contexts count the new one.
+    assert [p.size for p in grids["decode"]] == [17 * n for n in rows]
+    # As many rows on the CPU as on the GPU.
+    assert [p.size for p in grids["attention"]] == [
+        2 * n * context for context in (64, 512, 1536) for n in (1, 8, 64, 256)
+    ]
+    assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 4096, 16384, 65536]
+    for prompt in (16, 128, 512):
+        assert [p.size for p in grids[f"prompts of {prompt}"]] == [512, 2048, 8192, 16384]
+    assert len(grids) == 6
+    for p in grids["decode"]:
+        assert p.graph.phase == "decode" and p.graph.shape.rows * 17 == p.size
+
+
+def test_experts_that_go_in_groups_are_timed_one_by_one_too():
+    many = deepseek()
+    assert expert_group(many) > 1
+    single = found(many)["decode, single experts"]
+    assert {op for p in single for op in p.ops} == {"copy_expert", "expert"}
+    groups = {t.work.launches for t in found(many)["decode"][3].graph if t.id.op == "expert"}
+    ones = {t.work.launches for t in single[3].graph if t.id.op == "expert"}
+    assert groups == {expert_group(many)} and ones == {1}
+    assert expert_group(mixtral()) == 1 and "decode, single experts" not in found(mixtral())
+
+
+def test_prompts_are_no_longer_than_the_models_context():
+    long = found(mixtral(max_position_embeddings=4096))
+    short = found(mixtral(max_position_embeddings=100))
+    assert "prompts of 2048" in long and "prompts of 8192" not in long
+    assert "prompts of 16" in short and "prompts of 128" not in short
+
+
+def test_a_limit_of_weights_takes_fewer_layers_and_still_one_of_each_class():
+    whole = deepseek(num_hidden_layers=6)
+    first, *others = [layer.weight_bytes for layer in whole.layers]
+    assert profiled_layers(whole, 1).n_layers == 2  # one dense, one of experts
+    assert profiled_layers(whole, first + 3 * others[0]).n_layers == 4
+    assert profiled_layers(whole, first + 3 * others[0] + 1).n_layers == 5
+    assert profiled_layers(whole, first + sum(others)).n_layers == 6
+
+
+# -- what there is time for ------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when it is told to."""
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(op_points, "time", clock)
+    return clock
+
+
+def measured(agenda, clock, seconds):
+    """The points that an agenda takes, each in ``seconds`` of its size."""
+    taken = []
+    for p in agenda:
+        taken.append(p)
+        clock.now += seconds(p.size)
+    return taken
+
+
+def test_with_time_enough_everything_is_measured(clock):
+    agenda = Agenda(points(mixtral()), 1e9)
+    taken = measured(agenda, clock, lambda n: 1.0)
+    assert sorted(map(id_of, taken)) == sorted(map(id_of, points(mixtral())))
+    assert agenda.late == []
+
+
+def id_of(p):
+    return p.grid, p.size, p.graph.shape_hash
+
+
+@pytest.mark.parametrize("model", SMALL.values(), ids=list(SMALL))
+def test_without_any_time_each_op_is_measured_once(clock, model):
+    agenda = Agenda(points(model), -1.0)
+    taken = measured(agenda, clock, lambda n: 1.0)
+    everything = set().union(*(p.timed for p in points(model)))
+    assert set().union(*(p.timed for p in taken)) == everything
+    # None of them without need, and none where a smaller one would have done.
+    for i, p in enumerate(taken):
+        assert not p.timed <= set().union(*(q.timed for q in taken[:i]))
+    assert max(p.size for p in taken) <= 512
+    assert len(taken) + len(agenda.late) == len(list(points(model)))
+
+
+@pytest.mark.parametrize("budget_s", [30.0, 100.0, 300.0])
+def test_a_machine_that_is_slow_by_the_token_stays_within_its_time(clock, budget_s):
+    """A CPU takes ten milliseconds a token: points that would take minutes are not begun."""
+
+    def seconds(tokens):
+        return 0.2 + 0.01 * tokens
+
+    agenda = Agenda(points(mixtral()), budget_s)
+    taken = measured(agenda, clock, seconds)
+    assert clock.now <= budget_s and agenda.late
+    # What was left out would not have fitted the time that is still left.
+    assert min(seconds(p.size) for p in agenda.late) > budget_s - clock.now
+    spent = {grid: 0.0 for grid in found(mixtral())}
+    for p in taken:
+        spent[p.grid] += seconds(p.size)
+    if budget_s >= 100:
+        # Each of the six has its share, or what it lacks of it was too large to begin.
+        assert all(s >= budget_s / 20 for s in spent.values())
+
+
+def test_grids_share_the_time_evenly(clock):
+    """Points of one size, all as slow: none is more than one point ahead of another."""
+    agenda = Agenda((Point(g, ("expert",), name) for name, g in graphs(30)), 20.0)
+    taken = [p.grid for p in measured(agenda, clock, lambda n: 1.0)]
+    assert len(taken) == 20
+    assert {taken.count(name) for name in "abc"} == {6, 7}
+
+
+def graphs(n):
+    g = mg.build(mixtral(), mg.Strategy(B=2, b_a=2, b_e=8), kv_len=8)
+    return [("abc"[i % 3], g) for i in range(n)]
+
+
+def test_a_grid_ends_where_an_op_takes_too_long_and_others_go_on(clock):
+    agenda, taken = Agenda(points(mixtral()), 1e9), []
+    for p in agenda:
+        taken.append(p)
+        if p.grid == "prefill" and p.size >= 1024:
+            agenda.too_large(p)
+    assert [p.size for p in taken if p.grid == "prefill"] == [64, 256, 1024]
+    assert [p.size for p in taken if p.grid == "prompts of 16"][-1] == 16384
+    assert agenda.late == []  # too large, not too late
