@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -29,12 +30,16 @@ def latencies(records: Iterable[Sequence[Times]]) -> Latencies:
     for times in records:
         for name, (before, after, what) in _PAIRS.items():
             ends = {_place(t): t.end_s for t in times if t.task.op == before}
-            firsts: dict[tuple[int, int], float] = {}
+            firsts: dict[tuple[int, int], Times] = {}
             for t in times:
                 if t.task.op == after:
                     at = _place(t)
-                    firsts[at] = min(getattr(t, what), firsts.get(at, np.inf))
-            taken[name] += [max(0.0, firsts[at] - ends[at]) for at in firsts.keys() & ends.keys()]
+                    firsts[at] = min(t, firsts.get(at, t), key=attrgetter(what))
+            for at in firsts.keys() & ends.keys():
+                noticed_s, from_s = getattr(firsts[at], what), ends[at]
+                if what == "start_s":  # a lane that has not got the task yet cannot be woken
+                    from_s = max(from_s, firsts[at].issue_s)
+                taken[name].append(max(0.0, noticed_s - from_s))
     return Latencies(**{k: float(np.median(v)) if v else 0.0 for k, v in taken.items()})
 
 

@@ -1,4 +1,7 @@
-"""simulate(): a graph run on a model of the machine, one simpy process a lane."""
+"""simulate(): a graph run on a model of the machine, one simpy process a lane.
+
+Runs whose tasks one thread hands over, which takes its time, are in `moegen.sim.issued`.
+"""
 
 from __future__ import annotations
 

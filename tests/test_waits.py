@@ -1,0 +1,49 @@
+"""How long it takes to notice an end, from times made up."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from moegen.exec.issue import Times  # noqa: E402
+from moegen.exec.waits import latencies  # noqa: E402
+from moegen.graph.latencies import Latencies  # noqa: E402
+from moegen.graph.task import TaskId  # noqa: E402
+
+
+def ran(op: str, step: int, start_s: float, end_s: float, issue_s: float, expert=-1) -> Times:
+    return Times(TaskId(op, "decode", step, 0, -1, expert), start_s, end_s, issue_s, issue_s + 0.01)
+
+
+def step(k: int, at_s: float, late_s: float) -> list[Times]:
+    """A layer: what is noticed ``late_s`` later, the first of two experts."""
+    return [
+        ran("send_qkv", k, at_s, at_s + 1, at_s),
+        ran("attn_cpu", k, at_s + 1 + late_s, at_s + 3, at_s + 0.1),
+        ran("recv_attn", k, at_s + 3 + late_s, at_s + 4, at_s + 3 + 2 * late_s),
+        ran("copy_counts", k, at_s + 4, at_s + 5, at_s + 4),
+        ran("expert", k, at_s + 7, at_s + 8, at_s + 5 + 4 * late_s, 0),
+        ran("expert", k, at_s + 8, at_s + 9, at_s + 6, 1),
+    ]
+
+
+def test_it_is_the_median_from_an_end_to_who_waits_for_it():
+    records = [step(0, 0.0, 0.125), step(1, 10.0, 0.25) + step(2, 20.0, 0.0625)]
+    found = latencies(records)
+    assert found == Latencies(gpu_to_host_s=0.5, cpu_to_host_s=0.25, gpu_to_cpu_s=0.125)
+
+
+def test_what_was_handed_over_late_was_not_noticed_late():
+    send, attn, *_ = step(0, 0.0, 0.5)
+    found = latencies([[send, attn._replace(issue_s=1.375)]])
+    assert found.gpu_to_cpu_s == 0.125  # started at 1.5
+    # Who was there before the end noticed at once.
+    assert latencies([[send, attn._replace(start_s=0.5)]]).gpu_to_cpu_s == 0.0
+
+
+def test_nothing_is_told_by_other_layers_or_none():
+    assert latencies([]) == latencies([[]]) == Latencies()
+    counts, other = step(0, 0.0, 0.5)[3:5]
+    elsewhere = other._replace(task=other.task._replace(layer=1))
+    assert latencies([[counts, elsewhere]]) == Latencies()
