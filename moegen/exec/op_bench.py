@@ -161,9 +161,7 @@ class OpBench:
             more = self._host_s(tasks)
             if beside and self._zero_copy is not None and lane is not Lane.KV:
                 beside = [*beside, (Lane.KV, self._zero_copy)]
-                crowded = self.bench.spans(
-                    lane, work, span_s=length_s, beside=beside, queued=True
-                )
+                crowded = self.bench.spans(lane, work, span_s=length_s, beside=beside, queued=True)
                 more["crowded_s"] = _mean(crowded)
             found.append(timed(tasks[0], spans, **more))
         return found

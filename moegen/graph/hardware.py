@@ -64,8 +64,8 @@ class HardwareSpec:
     cpu_attn_bytes_per_s, cpu_attn_flops : float
         Decode attention on the CPU: KV bytes a second, and FLOP/s where arithmetic binds.
     task_s : float or None
-        What the executor's own host code takes for a task. One thread at a time runs it, for all
-        lanes, so that it is a resource which lanes share; None where that is left out.
+        What the executor's own host code takes to hand a task over. One thread does so for all
+        lanes, and a task does not begin before its turn; None where that is left out.
     cpu_call_s, gpu_call_s : float or None
         What a run of rows of one length costs decode attention beside its KV, on the CPU, and on
         the GPU lane where threads of the CPU stand in for a GPU; None where that is left out.

@@ -14,12 +14,14 @@ The file is JSON::
         "axes": {"h2d_bytes": [1048576, 67108864]},
         "seconds": [3.34e-05, 0.00122],
         "phase": null,
-        "spread": [0.02, 0.003]},
+        "spread": [0.02, 0.003],
+        "issue_s": 1.4e-05},
        ...],
      "company": [
        {"resource": "h2d", "beside": "host_memory", "share": 0.85,
         "source": "measured: copies beside CPU attention"},
-       ...]}
+       ...],
+     "latencies": {"gpu_to_host_s": 3e-05, "cpu_to_host_s": 2e-05, "gpu_to_cpu_s": 4e-05}}
 
 ``machine`` is a `HardwareSpec` field by field: the names of GPU and CPU, which say whose file
 this is, and the rates that hold where nothing was measured. ``peaks`` are what the data sheets
@@ -27,10 +29,12 @@ give for memory, where known (the link's and the GPU's arithmetic are in ``machi
 measurement above one is refused. A curve's axes are the features of its ops
 (`moegen.graph.features`); ``seconds`` holds a value for every combination, the last axis
 innermost, and ``spread``, where it is known, the relative standard deviation of each. An axis of
-one value says which shape was measured. Seconds do not fall along an axis, so whoever writes a
-file smooths what noise turned round. An op may have several curves: of the widths of several
-models, or of one phase each (``null`` is both). ``company`` says what a resource gives while
-another is in use (`moegen.graph.company`).
+one value says which shape was measured. Seconds do not fall along the first axis, so whoever
+writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
+takes to hand one over. An op may have several curves: of the widths of several models, or of one
+phase each (``null`` is both). ``company`` says what a resource gives while another is in use
+(`moegen.graph.company`), and ``latencies``, if they are there, how long it takes to notice that a
+task has ended (`moegen.graph.latencies`).
 """
 
 from __future__ import annotations

@@ -17,10 +17,12 @@ from moegen.sim.issuing import Issuing
 class _Lane:
     """A lane, and the task that it runs, or runs next."""
 
-    __slots__ = ("at", "base", "idle", "late_s", "place", "positions")
+    __slots__ = ("at", "base", "idle", "late_s", "launched_last", "place", "positions")
 
-    def __init__(self, positions: Sequence[int], late_s: float) -> None:
-        self.positions, self.late_s = positions, late_s
+    def __init__(self, lane: Lane, positions: Sequence[int], latencies: Latencies) -> None:
+        self.positions = positions
+        self.late_s = latencies.gpu_to_cpu_s if lane is Lane.CPU else 0.0
+        self.launched_last = lane in (Lane.BULK, Lane.KV, Lane.ACT)
         self.base = self.place = 0
         self.at = positions[0]
         self.idle = True  # waits for the thread
@@ -35,9 +37,11 @@ class _Lane:
 class IssuedRun:
     """One simulation with the issuing thread.
 
-    A task cannot begin before the thread has turned to it, nor end before that is through with
-    it; otherwise it begins when all that it waits for have ended, as without the thread. On the
-    CPU lane it begins a little later than that, since the lane's thread is woken.
+    A task cannot begin before the thread hands it over, nor end before that is through with it;
+    otherwise it begins when all that it waits for have ended, as without the thread. A copy or a
+    kernel of its own is launched last of all, so its work begins only then; of the GPU's several
+    kernels all but the last can be through by then. On the CPU lane a task begins a little later,
+    since the lane's thread is woken.
 
     Parameters
     ----------
@@ -67,7 +71,7 @@ class IssuedRun:
         self._awaited: dict[int, list[_Lane]] = {}  # lanes that wait for a task
         self._ready: list[_Lane] = []  # lanes to be looked at, at this moment
         self._lanes = [
-            _Lane(queue, latencies.gpu_to_cpu_s if lane is Lane.CPU else 0.0)
+            _Lane(lane, queue, latencies)
             for lane, queue in zip(g.lanes, g.structure.lanes, strict=True)
         ]
         by_position: list[_Lane] = [self._lanes[0]] * self._n
@@ -86,6 +90,7 @@ class IssuedRun:
             self._clock,
             g,
             [costs[k].issue_s for k in kinds],
+            [costs[k].turn_s for k in kinds],
             latencies,
             self._ended,
             self.end_s,
@@ -135,12 +140,21 @@ class IssuedRun:
             self.start_s[at] = clock.now
             if self._seconds[at] > 0:
                 if self._fluid is not None:
-                    self._fluid.begin(at)
+                    done_s = self._thread.done_s[at]
+                    if lane.launched_last and done_s > clock.now:
+                        clock.at(done_s, lambda: self._launched(lane))
+                    else:
+                        self._fluid.begin(at)
                 else:
                     clock.at(clock.now + self._seconds[at], lambda: self._through([lane.at]))
                 return
             if not self._worked(lane):
                 return
+
+    def _launched(self, lane: _Lane) -> None:
+        assert self._fluid is not None
+        self._fluid.begin(lane.at)
+        self._settle()
 
     def _again(self, lane: _Lane) -> None:
         self._go(lane)

@@ -56,7 +56,9 @@ class Issuing:
     clock : Clock
     g : TaskGraph
     issue_s : sequence of float, shape [steps * n]
-        What each task takes of the thread.
+        What handing each task over takes of the thread.
+    turn_s : sequence of float, shape [steps * n]
+        What the thread does before that, once nothing keeps it from handing the task over.
     latencies : Latencies
     ended : sequence of bool, shape [steps * n]
         Filled by the lanes.
@@ -70,7 +72,7 @@ class Issuing:
     Attributes
     ----------
     begun : sequence of bool, shape [steps * n]
-        Whether the thread has turned to a task.
+        Whether the thread hands a task over, or has done so.
     done_s : sequence of float, shape [steps * n]
         When it is through with it.
     """
@@ -80,13 +82,14 @@ class Issuing:
         clock: Clock,
         g: TaskGraph,
         issue_s: Sequence[float],
+        turn_s: Sequence[float],
         latencies: Latencies,
         ended: Sequence[int],
         end_s: Sequence[float],
         handed: Callable[[int], None],
         rests: Callable[[], None],
     ) -> None:
-        self._clock, self._n, self._issue_s = clock, len(g), issue_s
+        self._clock, self._n, self._issue_s, self._turn_s = clock, len(g), issue_s, turn_s
         self._ended, self._end_s, self._handed, self._rests = ended, end_s, handed, rests
         self.begun = bytearray(len(issue_s))
         self.done_s = [0.0] * len(issue_s)
@@ -128,7 +131,8 @@ class Issuing:
 
     def _run(self) -> Iterator[float]:
         """What the thread does: until when it is busy, or `_IDLE`, each time."""
-        clock, n, issue_s, n_steps = self._clock, self._n, self._issue_s, self._n_steps
+        clock, n, n_steps = self._clock, self._n, self._n_steps
+        issue_s, turn_s = self._issue_s, self._turn_s
         left = len(self.begun)
         while left:
             moved, bound = False, self._bound
@@ -136,6 +140,8 @@ class Issuing:
                 while q.awaits[q.of] and q.step < n_steps and self._may_go(q):
                     at = q.base + q.positions[q.place]
                     q.advance(n)
+                    if turn_s[at] > 0:
+                        yield clock.now + turn_s[at]
                     left -= 1
                     moved = True
                     self.begun[at] = 1

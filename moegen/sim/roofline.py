@@ -90,7 +90,7 @@ class Roofline(CostModel):
         alone = self._alone(task.id, lane, work)
         seconds = alone.seconds
         demands: dict[str, float] = {}
-        if seconds < _HIDES * self._issue_s and not issue_s:
+        if seconds < _HIDES * self._issue_s and not alone.issue_s:
             # A longer task is issued while the one before it runs, and slows nobody.
             demands["issue"] = self._issue_s
             seconds = max(seconds, self._issue_s)
@@ -103,9 +103,7 @@ class Roofline(CostModel):
             demands["gpu"] = seconds
         elif lane is Lane.CPU:
             demands["cpu"] = seconds
-        return Cost(
-            seconds, alone.provenance, demands, alone.issue_s, alone.turn_s, alone.keeps
-        )
+        return Cost(seconds, alone.provenance, demands, alone.issue_s, alone.turn_s, alone.keeps)
 
     def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
         """What copies and the CPU's attention draw on host memory: all of their bytes."""
