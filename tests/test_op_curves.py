@@ -116,25 +116,27 @@ def test_rows_and_context_are_one_grid_where_it_is_whole():
 
 
 def test_what_lacks_a_point_of_the_grid_is_a_grid_for_itself():
-    """There was no time for 8 rows of 512."""
+    """There was no time for 8 rows of 512: one row goes as far as it was measured, beside them."""
     whole = [attention(n, c, n * c) for c in (64, 256) for n in (1, 8)]
     first, second = sorted(
         curves([*whole, attention(1, 512, 512.0)], SOURCE), key=lambda c: -len(c.axes["rows"])
     )
     assert first.axes["bytes_per_row"] == (64.0, 256.0) and first.axes["rows"] == (1.0, 8.0)
-    assert second.axes["bytes_per_row"] == (512.0,) and second.axes["rows"] == (1.0,)
+    assert second.axes["bytes_per_row"] == (64.0, 256.0, 512.0) and second.axes["rows"] == (1.0,)
+    assert second.seconds == (((64,), (256,), (512,)),)
 
 
 def test_prompts_of_several_lengths_are_one_grid():
     """FLOPs a token say how long they are; short ones may take longer for as many tokens."""
     some = [
-        product(n, s * n, width=w, op="attn_prefill", phase="prefill")
+        at("attn_prefill", s * n, tokens=n, flops=w * n, gpu_bytes=8 * n, phase="prefill")
         for w, s in ((10.0, 3.0), (30.0, 2.0))
         for n in (512, 2048)
     ]
     found = only(curves(some, SOURCE))
-    assert found.phase is None and found.axes["flops_per_token"] == (10.0, 30.0)
-    assert found.seconds == ((1536, 1024), (6144, 4096))
+    assert found.phase is None and found.axes["attended_flops"] == (10.0, 30.0)
+    assert found.axes["io_per_token"] == (8.0,)
+    assert found.seconds == (((1536,), (1024,)), ((6144,), (4096,)))
 
 
 def test_a_kind_of_attention_has_a_curve_of_its_own():
@@ -149,7 +151,7 @@ def test_a_kind_of_attention_has_a_curve_of_its_own():
 def test_a_time_is_the_mean_without_what_comes_once_in_a_while():
     task = Task(TaskId("embed", "decode"), Lane.GPU, work=Work(gpu_bytes=8))
     spans = [1.0] * 9 + [2.0] * 9 + [0.0, 100.0]
-    found = timed(task, spans, 3e-6)
+    found = timed(task, spans, issue_s=3e-6)
     # Two of twenty at each end are out, so seven ones and, with the hundred and a two gone, eight.
     assert found.seconds == pytest.approx((8 * 1 + 8 * 2) / 16)
     assert found.spread == pytest.approx(0.5 / 1.5) and found.issue_s == 3e-6
