@@ -223,7 +223,6 @@ def host_code(device: torch.device, dtype: torch.dtype, here: HardwareSpec) -> r
         model, few, device=str(device), dtype=rates.dtype_name(dtype), hardware=here
     ) as engine:
         g = build(engine.model, few, "decode", kv_len=16)
-        engine.execute(g, steps=2)  # kernels are compiled
         tl = engine.execute(g, steps=_LEAST_STEPS)
         machinery = engine.machinery
         call = rates.short_row(machinery.family.decode_shape(0), dtype, machinery.decode)

@@ -19,11 +19,12 @@ from moegen.graph.checks import whole
 from moegen.graph.detect import cores
 from moegen.graph.model import ModelSpec
 from moegen.graph.sizes import Capacity
-from moegen.graph.task import TaskGraph
+from moegen.graph.task import Task, TaskGraph
 
 if TYPE_CHECKING:
     from moegen.timeline import Timeline
 
+_WARM_UP = 1  # steps
 _PATTERN_TOKENS = 1021  # prime, so that no row repeats another
 
 
@@ -31,6 +32,10 @@ def run_synthetic(
     g: TaskGraph, machinery: Machinery, steps: int, delays: Delays | None = None
 ) -> Timeline:
     """Run ``steps`` steps of ``g``, each of exactly the graph's shape, KV filled.
+
+    One more comes before them and is not in the timeline: it compiles kernels, and meanwhile all
+    slots fill with what is copied ahead, so that the step behind it is too short. Delays are
+    counted from the first step that is.
 
     Raises
     ------
@@ -54,7 +59,7 @@ def run_synthetic(
     with MadeUp(g, machinery) as made:
 
         def source(_: Program, index: int) -> Step | None:
-            if index >= steps:
+            if index >= _WARM_UP + steps:
                 return None
             step = made.step()
             recorder.bound(index, step)
@@ -65,7 +70,7 @@ def run_synthetic(
             g,
             program,
             machinery.device,
-            delays=delays,
+            delays=None if delays is None else _Later(delays),
             on_records=recorder.add,
             on_delays=recorder.delayed,
         ).run()
@@ -74,6 +79,19 @@ def run_synthetic(
     notes = [*weights.notes, *([store.note] if store.note else [])]
     timeline.meta.update(pinned=weights.pinned and made.pinned, notes=notes)
     return timeline
+
+
+class _Later:
+    """Delays that begin after the warm-up."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+
+    def issue_s(self, task: Task, index: int) -> float:
+        return self._delays.issue_s(task, index - _WARM_UP) if index >= _WARM_UP else 0.0
+
+    def run_s(self, task: Task, index: int) -> float:
+        return self._delays.run_s(task, index - _WARM_UP) if index >= _WARM_UP else 0.0
 
 
 class MadeUp:
