@@ -78,9 +78,9 @@ class Bench:
             Whatever the work raised.
         """
         settle(self.device)  # what the work reads was made on a stream that no lane waits for
-        others: Any = [] if beside is None else [beside]
-        if beside and not isinstance(beside[0], Lane):
-            others = beside
+        others: Any = beside or []
+        if others and isinstance(others[0], Lane):
+            others = [others]
         with own_current_stream(self.device), ExitStack() as stack:
             for lane_of, other in others:
                 stack.enter_context(self._busy(lane_of, other))
