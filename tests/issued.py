@@ -18,16 +18,20 @@ NONE = Latencies()
 
 
 class Issued(Scaled):
-    """Another cost model, and what each task takes of the thread: one number, or by id or op."""
+    """Another cost model, and what each task takes of the thread: one number, or by id or op.
+
+    ``turn_s`` of it before the thread hands a task over.
+    """
 
     def __init__(
         self,
         cost: CostModel,
         issue_s: float | Mapping[TaskId | str, float],
         latencies: Latencies = NONE,
+        turn_s: float = 0.0,
     ) -> None:
         super().__init__(cost)
-        self._issue_s, self.latencies = issue_s, latencies
+        self._issue_s, self._turn_s, self.latencies = issue_s, turn_s, latencies
         self.by_work = cost.by_work and not isinstance(issue_s, Mapping)
 
     def __repr__(self) -> str:
@@ -42,11 +46,11 @@ class Issued(Scaled):
             of = of.get(task.id, of.get(task.id._replace(step=0), of.get(task.id.op, 0.0)))
         elif task.work is not None and task.work.empty:
             of = 0.0
-        return replace(cost, issue_s=of)
+        return replace(cost, issue_s=of, turn_s=self._turn_s if of else 0.0)
 
 
-def fixed(durations, issue_s, latencies: Latencies = NONE, **sharing) -> Issued:
-    return Issued(CostModel.fixed(durations, **sharing), issue_s, latencies)
+def fixed(durations, issue_s, latencies: Latencies = NONE, *, turn_s=0.0, **sharing) -> Issued:
+    return Issued(CostModel.fixed(durations, **sharing), issue_s, latencies, turn_s)
 
 
 class _Event:
@@ -93,6 +97,10 @@ class _OnVirtualClock(Issuer):
     def _is_open(self, q) -> bool:
         return q.index < self.lanes.steps
 
+    def _issue(self, q, stream, task, step, began) -> None:
+        self.lanes.now_s += self.lanes.turn_s.get(task.id, 0.0)
+        super()._issue(q, stream, task, step, began)
+
     def _rest(self, quiet, streams) -> None:
         lanes = self.lanes
         lanes.now_s = min((m for m in lanes.moments if m > lanes.now_s), default=math.inf)
@@ -110,6 +118,9 @@ class VirtualLanes:
         Whether a task can be handed over only once its step is bound.
     seconds, issue_s : mapping of TaskId to float
         By task of a step.
+    latencies : Latencies
+    turn_s : mapping of TaskId to float, optional
+        What the thread takes before it hands a task over.
     """
 
     def __init__(
@@ -119,8 +130,9 @@ class VirtualLanes:
         seconds: Mapping[TaskId, float],
         issue_s: Mapping[TaskId, float],
         latencies: Latencies,
+        turn_s: Mapping[TaskId, float] | None = None,
     ) -> None:
-        self.graph, self.seconds = graph, seconds
+        self.graph, self.seconds, self.turn_s = graph, seconds, turn_s or {}
         self._kernels = _Kernels(self, needs_step)
         self.issue_s, self.latencies = issue_s, latencies
         self.now_s, self.moments = 0.0, set()

@@ -51,6 +51,13 @@ def test_a_chain_takes_what_handing_over_takes_where_that_is_longer():
     assert times(simulate(graph, drawn)) == slow
 
 
+def test_before_a_task_is_handed_over_the_thread_turns_to_it():
+    graph = TaskGraph((task("a", "GPU"), task("b", "ACT"), task("c", "GPU")), (edge("a", "b"),))
+    cost = fixed({"a": 1, "b": 1, "c": 1}, 1.0, turn_s=0.5)
+    # a is handed over from 0.5 to 1.5, b from 2 to 3, c from 3.5 to 4.5.
+    assert times(simulate(graph, cost)) == {"a": (0.5, 1.5), "b": (2.0, 3.0), "c": (3.5, 4.5)}
+
+
 def test_what_the_host_must_know_is_noticed_later():
     graph = TaskGraph(
         (task("route", "GPU"), task("counts", "ACT"), task("expert", "GPU")),
@@ -239,9 +246,9 @@ def test_a_cost_without_the_thread_is_taken_as_it_is():
 # What the executor's own thread does, on a clock that tests move.
 
 
-def needed(graph: TaskGraph, seconds, issue_s, latencies, steps: int):
+def simulated(graph: TaskGraph, seconds, issue_s, turn_s, latencies, steps: int):
     """Starts and ends by simulation; None if it is a deadlock."""
-    costs = [Cost(seconds[t.id], "given", {}, issue_s[t.id]) for t in graph]
+    costs = [Cost(seconds[t.id], "given", {}, issue_s[t.id], turn_s[t.id]) for t in graph]
     kinds = list(range(len(graph))) * steps
     each = [costs[k].seconds for k in kinds]
     try:
@@ -252,9 +259,9 @@ def needed(graph: TaskGraph, seconds, issue_s, latencies, steps: int):
     return dict(zip(ids, zip(start_s, end_s, strict=True), strict=True))
 
 
-def executed(graph: TaskGraph, needs_step, seconds, issue_s, latencies, steps: int):
+def executed(graph: TaskGraph, needs_step, seconds, issue_s, turn_s, latencies, steps: int):
     try:
-        return VirtualLanes(graph, needs_step, seconds, issue_s, latencies).run(steps)
+        return VirtualLanes(graph, needs_step, seconds, issue_s, latencies, turn_s).run(steps)
     except DeadlockError:
         return None
 
@@ -283,13 +290,14 @@ def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps):
     seconds = {t.id: float(rng.integers(0, 6)) for t in graph}
     issue_s = {t.id: float(rng.integers(0, 4)) for t in graph}
     issue_s[graph.tasks[0].id] += 1  # at least one takes some
+    turn_s = {t.id: float(rng.integers(0, 3)) for t in graph}
     latencies = Latencies(*rng.integers(0, 4, 3).astype(float).tolist())
 
     def needs_step(t):
         return tells and not (t.lane is Lane.BULK and t.id not in reads)
 
-    of = graph, seconds, issue_s, latencies, steps
-    assert needed(*of) == executed(graph, needs_step, *of[1:])
+    of = seconds, issue_s, turn_s, latencies, steps
+    assert simulated(graph, *of) == executed(graph, needs_step, *of)
 
 
 @pytest.mark.parametrize("fetch", ["all", "routed"])
@@ -309,8 +317,9 @@ def test_steps_of_models_are_handed_over_as_the_executor_does(name, omega, fetch
     def needs_step(t):
         return t.id.op != "copy_dense" and (t.id.op != "copy_expert" or fetch == "routed")
 
-    of = seconds, issue_s, Latencies(3.0, 5.0, 4.0), 4
-    run = needed(graph, *of)
+    turn_s = {i: min(s, 2.0) for i, s in issue_s.items()}
+    of = seconds, issue_s, turn_s, Latencies(3.0, 5.0, 4.0), 4
+    run = simulated(graph, *of)
     assert run is not None and run == executed(graph, needs_step, *of)
 
 

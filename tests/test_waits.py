@@ -13,7 +13,9 @@ from moegen.graph.task import TaskId  # noqa: E402
 
 
 def ran(op: str, step: int, start_s: float, end_s: float, issue_s: float, expert=-1) -> Times:
-    return Times(TaskId(op, "decode", step, 0, -1, expert), start_s, end_s, issue_s, issue_s + 0.01)
+    """Turned to at ``issue_s``: what the thread then takes is not what noticing takes."""
+    task = TaskId(op, "decode", step, 0, -1, expert)
+    return Times(task, start_s, end_s, issue_s, issue_s + 0.0625, issue_s + 0.125)
 
 
 def step(k: int, at_s: float, late_s: float) -> list[Times]:
@@ -36,7 +38,7 @@ def test_it_is_the_median_from_an_end_to_who_waits_for_it():
 
 def test_what_was_handed_over_late_was_not_noticed_late():
     send, attn, *_ = step(0, 0.0, 0.5)
-    found = latencies([[send, attn._replace(issue_s=1.375)]])
+    found = latencies([[send, attn._replace(turned_s=1.25, issue_s=1.375)]])
     assert found.gpu_to_cpu_s == 0.125  # started at 1.5
     # Who was there before the end noticed at once.
     assert latencies([[send, attn._replace(start_s=0.5)]]).gpu_to_cpu_s == 0.0

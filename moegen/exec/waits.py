@@ -10,10 +10,10 @@ import numpy as np
 from moegen.exec.issue import Times
 from moegen.graph.latencies import Latencies
 
-# From which op's end to which op, and whether to when that is issued or to when it starts.
+# From which op's end to which op: to when the issuing thread turns to it, or to when it starts.
 _PAIRS = {
-    "gpu_to_host_s": ("copy_counts", "expert", "issue_s"),
-    "cpu_to_host_s": ("attn_cpu", "recv_attn", "issue_s"),
+    "gpu_to_host_s": ("copy_counts", "expert", "turned_s"),
+    "cpu_to_host_s": ("attn_cpu", "recv_attn", "turned_s"),
     "gpu_to_cpu_s": ("send_qkv", "attn_cpu", "start_s"),
 }
 
