@@ -56,12 +56,12 @@ def test_there_are_as_many_runs_as_the_span_is_long(bench):
     runs = []
     spans = bench.spans(Lane.BULK, lambda: runs.append(time.sleep(5e-3)), span_s=0.1)
     assert len(runs) == 2 + len(spans) and 2 <= len(spans) <= 20
-    assert len(bench.spans(Lane.BULK, lambda: None, span_s=0.1)) == 200
+    assert len(bench.spans(Lane.BULK, lambda: None, span_s=10.0)) == 200
     assert len(bench.spans(Lane.BULK, lambda: time.sleep(0.05), span_s=1e-3)) == 2
 
 
 def test_what_is_queued_runs_as_often_as_a_stream_can_be_held(bench):
-    spans = bench.spans(Lane.GPU, lambda: None, span_s=0.1, queued=True)
+    spans = bench.spans(Lane.GPU, lambda: None, span_s=10.0, queued=True)
     assert len(spans) in (32, 200)  # 200 where launching took next to nothing
     assert all(s >= 0 for s in spans)
 
@@ -87,6 +87,23 @@ def test_another_lane_is_at_work_all_the_time(bench):
     ended = other["ended"]
     time.sleep(0.01)
     assert other["ended"] == ended == other["begun"]  # and it is over
+
+
+def test_several_lanes_are_at_work_beside_one_or_none(bench):
+    done = dict.fromkeys((Lane.BULK, Lane.KV), 0)
+
+    def beside(lane):
+        def work():
+            done[lane] += 1
+            time.sleep(1e-3)
+
+        return lane, work
+
+    others = [beside(lane) for lane in done]
+    for given, grow in ((others, set(done)), (others[:1], {Lane.BULK}), ([], set()), (None, set())):
+        before = dict(done)
+        assert bench.spans(Lane.GPU, lambda: time.sleep(5e-3), span_s=0.05, beside=given)
+        assert {lane for lane in done if done[lane] > before[lane]} == grow
 
 
 def test_the_other_lanes_fault_is_told(bench):
@@ -129,7 +146,19 @@ def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
             assert {t.task.work for t in found} == {t.work for t in tasks}
             for t in found:
                 assert 0 < t.seconds < 1 and t.spread >= 0
-                assert 0 < t.issue_s < 1, op
+                assert 0 < t.issue_s < 1 and 0 <= t.turn_s < 1, op
+                assert t.crowded_s is None  # nothing was to be beside it
+
+
+def test_kernels_of_a_decode_step_are_timed_beside_zero_copy_too(engine, bench):
+    gathered = []
+    with op_bench(decode(engine), engine.machinery, bench, lambda: gathered.append(1)) as ops:
+        (pre_attn, *_), n = ops.time("pre_attn", SPAN_S), len(gathered)
+        assert pre_attn.crowded_s > 0 and n > 0
+        # Not what never has it beside it: weights, its own lane, and the CPU, which idles between.
+        for op in ("copy_dense", "fetch_kv", "append_kv", "attn_cpu"):
+            assert all(t.crowded_s is None for t in ops.time(op, SPAN_S)), op
+        assert len(gathered) == n
 
 
 def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
@@ -198,10 +227,10 @@ def test_the_run_before_says_how_long_one_waits(engine, bench):
 
 
 def test_copies_of_each_size_go_from_another_place_each_time(monkeypatch):
-    monkeypatch.setattr(bulk, "_SIZES", (1 << 14, 1 << 18, 1 << 20))
+    monkeypatch.setattr(bulk, "_SIZES", (1 << 14, 1 << 18, 1 << 23))
     found = list(bulk_copies(CPU, SPAN_S))
     assert [(t.task.id.op, t.task.work.h2d_bytes) for t in found] == [
-        (op, n) for n in (1 << 14, 1 << 18, 1 << 20) for op in ("copy_dense", "copy_expert")
+        (op, n) for n in (1 << 14, 1 << 18, 1 << 23) for op in ("copy_dense", "copy_expert")
     ]
     assert all(t.task.lane is Lane.BULK and t.issue_s == 0 for t in found)
     for dense, expert in zip(found[::2], found[1::2], strict=True):

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.cpu
 SOURCE = "measured: by hand"
 
 
-def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", **work):
+def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, crowded_s=None, **work):
     task = Task(TaskId(op, phase), Lane.GPU, work=Work(**work))
-    return Timed(task, seconds, spread, issue_s)
+    return Timed(task, seconds, spread, issue_s, turn_s, crowded_s)
 
 
 def copy(nbytes, seconds, **more):
@@ -61,6 +61,21 @@ def test_issuing_takes_the_median_of_what_was_issued():
     some = [copy(n, n, issue_s=s) for n, s in ((1, 0.0), (2, 3e-6), (3, 5e-6), (4, 90e-6))]
     assert only(curves(some, SOURCE)).issue_s == pytest.approx(5e-6)
     assert only(curves([copy(1, 1.0), copy(2, 2.0)], SOURCE)).issue_s == 0.0
+
+
+def test_waits_before_issuing_are_the_tasks_and_not_of_each_kernel():
+    some = [
+        at("fetch_kv", n, turn_s=t, h2d_bytes=4 * n, launches=4) for n, t in ((1, 2.0), (2, 6.0))
+    ]
+    assert only(curves(some, SOURCE)).turn_s == 4.0
+
+
+def test_crowded_seconds_are_there_where_all_points_have_them():
+    some = [product(n, n, crowded_s=c) for n, c in ((1, 3.0), (2, 2.5), (3, 2.0))]
+    # More takes no less, in company too, and company does not help.
+    assert only(curves(some, SOURCE)).crowded == ((3.0,), (3.0,), (3.0,))
+    assert only(curves([*some, product(4, 4.0)], SOURCE)).crowded is None
+    assert only(curves([product(1, 1.0)], SOURCE)).crowded is None
 
 
 def test_seconds_of_several_copies_are_those_of_one():
@@ -115,15 +130,14 @@ def test_rows_and_context_are_one_grid_where_it_is_whole():
     assert found.seconds == (((64,), (512,)), ((512,), (4096,)))
 
 
-def test_what_lacks_a_point_of_the_grid_is_a_grid_for_itself():
-    """There was no time for 8 rows of 512: one row goes as far as it was measured, beside them."""
+def test_rows_that_go_farther_are_a_grid_beside_the_one_of_all():
+    """There was no time for 8 rows of 512: all go as far as one row, the others farther."""
     whole = [attention(n, c, n * c) for c in (64, 256) for n in (1, 8)]
-    first, second = sorted(
-        curves([*whole, attention(1, 512, 512.0)], SOURCE), key=lambda c: -len(c.axes["rows"])
-    )
-    assert first.axes["bytes_per_row"] == (64.0, 256.0) and first.axes["rows"] == (1.0, 8.0)
-    assert second.axes["bytes_per_row"] == (64.0, 256.0, 512.0) and second.axes["rows"] == (1.0,)
-    assert second.seconds == (((64,), (256,), (512,)),)
+    found = curves([*whole, attention(1, 512, 512.0)], SOURCE)
+    grids = {c.axes["rows"]: (c.axes["bytes_per_row"], c.seconds) for c in found}
+    assert len(found) == 2
+    assert grids[1.0, 8.0] == ((64.0, 256.0), (((64,), (256,)), ((512,), (2048,))))
+    assert grids[(1.0,)] == ((64.0, 256.0, 512.0), (((64,), (256,), (512,)),))
 
 
 def test_prompts_of_several_lengths_are_one_grid():
