@@ -1,4 +1,4 @@
-"""Timing by itself: spans of a lane, the tasks of a graph one by one, copies by size, waiting."""
+"""Timing by itself: spans of a lane, the tasks of a graph one by one, copies by size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from small_models import deepseek, mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.exec import bulk  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
-from moegen.exec.issue import Times  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
-from moegen.graph.task import Lane, TaskId  # noqa: E402
+from moegen.graph.task import Lane  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
@@ -237,48 +236,3 @@ def test_copies_of_each_size_go_from_another_place_each_time(monkeypatch):
     for dense, expert in zip(found[::2], found[1::2], strict=True):
         assert dense.seconds == expert.seconds > 0
     assert found[-1].seconds > found[0].seconds  # 512 times as much
-
-
-# -- waiting ---------------------------------------------------------------------------
-
-
-def at(op, start_s, end_s, issue_s=0.0, *, step=0, layer=0, expert=-1):
-    name = TaskId(op, "decode", step, layer, expert=expert)
-    return Times(name, start_s, end_s, issue_s - 1e-6, issue_s, issue_s + 1e-6)
-
-
-def test_waits_are_from_an_end_to_the_first_who_waited_for_it():
-    layer = [
-        at("send_qkv", 0.0, 1.0),
-        at("attn_cpu", 1.25, 3.0),
-        at("recv_attn", 3.6, 4.0, issue_s=3.5),
-        at("copy_counts", 4.5, 5.0),
-        at("expert", 9.0, 9.5, issue_s=8.0, expert=1),
-        at("expert", 6.0, 7.0, issue_s=5.75, expert=0),
-    ]
-    found = latencies([layer])
-    assert vars(found) == {"gpu_to_host_s": 0.75, "cpu_to_host_s": 0.5, "gpu_to_cpu_s": 0.25}
-
-
-def test_waits_are_the_median_over_layers_steps_and_runs():
-    def wait(seconds, **place):
-        return [at("send_qkv", 0.0, 1.0, **place), at("attn_cpu", 1.0 + seconds, 9.0, **place)]
-
-    runs = [
-        [*wait(0.5), *wait(0.25, layer=1), *wait(4.0, step=1)],
-        [*wait(0.5), *wait(0.125, step=7, layer=3)],
-    ]
-    assert latencies(runs).gpu_to_cpu_s == 0.5
-    # Across clocks a start may seem to come before the end; nobody waits less than not at all.
-    assert latencies([wait(-0.5)]).gpu_to_cpu_s == 0.0
-
-
-def test_a_lane_that_has_not_got_its_task_yet_cannot_be_woken():
-    late = [at("send_qkv", 0.0, 1.0), at("attn_cpu", 3.5, 9.0, issue_s=3.0)]
-    assert latencies([late]).gpu_to_cpu_s == 0.5
-
-
-def test_nothing_that_tells_is_no_wait():
-    assert set(vars(latencies([])).values()) == {0.0}
-    alone = [at("send_qkv", 0.0, 1.0), at("attn_cpu", 2.0, 3.0, layer=1)]  # of another layer
-    assert set(vars(latencies([alone])).values()) == {0.0}
