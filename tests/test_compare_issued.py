@@ -42,13 +42,13 @@ def parts(predicted: CostModel, real: CostModel, graph=None, steps: int = 6) -> 
 
 
 def test_what_the_thread_takes_is_tracked():
-    # 6 s of tasks a step, and 0.5 until the thread notices the tokens.
-    assert mg.simulate(decode_in_small(), cost(), 6).period_s == 6.5
+    # 6 s of tasks a step, 0.25 until rows is launched and 0.5 until the thread notices the tokens.
+    assert mg.simulate(decode_in_small(), cost(), 6).period_s == 6.75
     assert parts(cost(), cost()) == [0.0, 0.0, 0.0]
     # A task that takes longer is still just that: before and after it the thread is as it was.
     assert parts(cost(), cost(work=5.0)) == [-1.0, 0.0, 0.0]
-    # Nobody who does not know the thread can track it.
-    assert parts(cost().of, cost()) == [0.0, 0.0, -0.5]
+    # Who does not know the thread cannot track it, and takes rows to be long.
+    assert parts(cost().of, cost()) == [-0.25, 0.0, -0.5]
 
 
 def test_what_the_thread_takes_beyond_its_prediction_is_not():
@@ -58,12 +58,12 @@ def test_what_the_thread_takes_beyond_its_prediction_is_not():
 
 
 def test_a_task_that_waits_for_the_thread_is_not_long():
-    # Handing work over takes 6 s from 0.25 on, which its 4 s are hidden in: it runs from 1 to
-    # 6.25, when tokens is handed over, which is noticed at 7.75.
+    # Handing work over takes 6 s from 0.25 on, which its 4 s are hidden in: it runs from 1.25 to
+    # 6.25, when tokens is handed over, which runs from 6.5 to 7.5 and is noticed at 8.
     slow = {"rows": 0.25, "work": 6.0, "tokens": 0.25}
-    assert mg.simulate(decode_in_small(), cost(issue_s=slow), 6).period_s == 7.75
+    assert mg.simulate(decode_in_small(), cost(issue_s=slow), 6).period_s == 8.0
     assert parts(cost(issue_s=slow), cost(issue_s=slow)) == [0.0, 0.0, 0.0]
-    # Longer than that it is because of its work, from 1 to 8: the step takes 9.5.
+    # Longer than that it is because of its work, to 8.25: the step takes 9.75.
     assert parts(cost(issue_s=slow), cost(issue_s=slow, work=7.0)) == [-1.75, 0.0, 0.0]
 
 

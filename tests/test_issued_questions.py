@@ -142,6 +142,15 @@ def test_what_is_known_of_a_task_is_not_counted_twice(graph):
     assert measured & {t.id.op for t in graph} and measured - {t.id.op for t in graph}
 
 
+@pytest.mark.parametrize("B, omega, resident", [(64, 0.25, 1), (512, 0.3, 0), (8, 0.5, 0)])
+def test_a_prediction_that_came_true_has_no_error(cost, B, omega, resident):
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=2)
+    s = S.with_(B=B, omega=omega, s_params=model.weight_bytes * resident)
+    run = mg.simulate(mg.build(model, s, kv_len=300), cost, steps=5)
+    result = mg.compare(run, _as_measured(run))
+    assert result.parts["seconds"].tolist() == pytest.approx([0, 0, 0], abs=1e-9 * run.period_s)
+
+
 def slow_thread() -> Measured:
     table = ProfileTable.from_name("h200")
     curves = tuple(replace(curve, issue_s=2e-4) for curve in table.curves)

@@ -54,8 +54,20 @@ def test_a_chain_takes_what_handing_over_takes_where_that_is_longer():
 def test_before_a_task_is_handed_over_the_thread_turns_to_it():
     graph = TaskGraph((task("a", "GPU"), task("b", "ACT"), task("c", "GPU")), (edge("a", "b"),))
     cost = fixed({"a": 1, "b": 1, "c": 1}, 1.0, turn_s=0.5)
-    # a is handed over from 0.5 to 1.5, b from 2 to 3, c from 3.5 to 4.5.
-    assert times(simulate(graph, cost)) == {"a": (0.5, 1.5), "b": (2.0, 3.0), "c": (3.5, 4.5)}
+    # a is handed over from 0.5 to 1.5, b from 2 to 3, when it is launched, c from 3.5 to 4.5.
+    assert times(simulate(graph, cost)) == {"a": (0.5, 1.5), "b": (2.0, 4.0), "c": (3.5, 4.5)}
+
+
+@pytest.mark.parametrize("lane", ["BULK", "KV", "ACT"])
+def test_a_copy_is_launched_when_the_thread_is_through_with_it(lane):
+    graph = TaskGraph((task("x", lane), task("y", lane), task("z", lane)), ())
+    cost = fixed({"x": 1, "y": 4, "z": 1}, 1.0)
+    # Launched at 1, 2 and 3: x is late for that, y hides it, and z finds y ahead of it.
+    assert times(simulate(graph, cost)) == {"x": (0.0, 2.0), "y": (2.0, 6.0), "z": (6.0, 7.0)}
+    # What was measured from a lane's start on, as a replay has it, includes the wait.
+    costs = [cost.estimate(t) for t in graph]
+    of = graph, costs, [0, 1, 2], [2.0, 4.0, 1.0], None
+    assert run_lanes(*of, cost.latencies) == ([0.0, 2.0, 6.0], [2.0, 6.0, 7.0])
 
 
 def test_what_the_host_must_know_is_noticed_later():
@@ -88,10 +100,11 @@ def test_what_the_thread_finds_when_it_looks_late_it_does_not_wait_for_again():
         {"route": 1, "counts": 0.5, "other": 4},
         Latencies(gpu_to_host_s=1),
     )
-    # counts runs 1 to 2, which could be noticed at 3; but the thread is at other until 5.5.
+    # counts is launched at 1.5 and ends at 2.5, which could be noticed at 3.5; but the thread is
+    # at other until 5.5.
     assert times(simulate(graph, cost)) == {
         "route": (0.0, 1.0),
-        "counts": (1.0, 2.0),
+        "counts": (1.0, 2.5),
         "other": (1.5, 5.5),
         "expert": (5.5, 6.5),
     }
@@ -104,12 +117,12 @@ def test_the_thread_waits_for_the_cpu_and_the_cpu_for_the_gpu():
     )
     late = Latencies(gpu_to_host_s=9, cpu_to_host_s=0.75, gpu_to_cpu_s=0.25)
     cost = fixed({"send": 1, "attn": 2, "recv": 1}, 0.5, late)
-    # attn is handed over at 0.5, and woken 0.25 after send's end; recv is handed over 0.75 after
-    # attn's.
+    # send is launched at 0.5. attn is handed over at 0.5, and woken 0.25 after send's end; recv is
+    # handed over 0.75 after attn's, and launched at 5.
     assert times(simulate(graph, cost)) == {
-        "send": (0.0, 1.0),
-        "attn": (1.25, 3.25),
-        "recv": (4.0, 5.0),
+        "send": (0.0, 1.5),
+        "attn": (1.75, 3.75),
+        "recv": (4.5, 6.0),
     }
 
 
@@ -118,17 +131,18 @@ def test_urgent_lanes_go_first_and_the_gpu_has_one_task_a_turn():
     tasks = [task(op, lane) for op, lane in lane_of.items()]
     edges = (edge("g1", "b2", "BUFFER"), edge("g1", "k1"))
     cost = fixed(dict.fromkeys(lane_of, 0.5), 1.0)
-    # b1 at 0; b2 and k1 wait until g1 has been handed over, at 1; then they come before g2.
+    # b1 at 0; b2 and k1 wait until g1 has been handed over, at 1; then they come before g2. What
+    # is not the GPU's is launched a second later.
     assert times(simulate(TaskGraph(tuple(tasks), edges), cost)) == {
-        "b1": (0.0, 1.0),
+        "b1": (0.0, 1.5),
         "g1": (1.0, 2.0),
-        "b2": (2.0, 3.0),
-        "k1": (3.0, 4.0),
+        "b2": (2.0, 3.5),
+        "k1": (3.0, 4.5),
         "g2": (4.0, 5.0),
     }
-    # Nothing holds BULK back now, so it has both before the GPU has its first.
+    # Nothing holds BULK back now, so it has both, at 0 and 1, before the GPU has its first.
     free = times(simulate(TaskGraph(tuple(tasks), ()), cost))
-    assert [free[op][0] for op in ("b1", "b2", "k1", "g1", "g2")] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [free[op][0] for op in ("b1", "b2", "k1", "g1", "g2")] == [0.0, 1.5, 2.0, 3.0, 4.0]
 
 
 def decode_in_small() -> TaskGraph:
@@ -148,22 +162,22 @@ def test_a_step_is_bound_when_its_tokens_are_known_and_copies_are_one_ahead():
     cost = fixed({"copy": 1, "rows": 1, "work": 4, "tokens": 1}, 1.0, Latencies(gpu_to_host_s=0.5))
     graph = decode_in_small()
     run = times(simulate(graph, cost, steps=3))
-    # Handed over at 0: copy0, 1: copy1, 2: rows0, 3: work0, 4: tokens0. tokens0 runs 7 to 8, so
-    # at 8.5 rows1, 9.5 work1, 10.5 copy2 (step 1 is bound), 11.5 tokens1. work1 ends at 13.5,
-    # tokens1 at 14.5: at 15 rows2, 16 work2, 17 tokens2.
+    # Handed over at 0: copy0, 1: copy1, 2: rows0, 3: work0, 4: tokens0; copies and rows are
+    # launched a second later. tokens0 runs 8 to 9, so at 9.5 rows1, 10.5 work1, 11.5 copy2 (step
+    # 1 is bound), 12.5 tokens1. work1 ends at 15.5, tokens1 at 16.5: at 17 rows2, 18 work2.
     assert run == {
-        "copy0": (0.0, 1.0),
-        "copy1": (1.0, 2.0),
-        "rows0": (2.0, 3.0),
-        "work0": (3.0, 7.0),
-        "tokens0": (7.0, 8.0),
-        "rows1": (8.5, 9.5),
-        "work1": (9.5, 13.5),
-        "copy2": (10.5, 11.5),
-        "tokens1": (13.5, 14.5),
-        "rows2": (15.0, 16.0),
-        "work2": (16.0, 20.0),
-        "tokens2": (20.0, 21.0),
+        "copy0": (0.0, 2.0),
+        "copy1": (2.0, 3.0),
+        "rows0": (2.0, 4.0),
+        "work0": (4.0, 8.0),
+        "tokens0": (8.0, 9.0),
+        "rows1": (9.5, 11.5),
+        "work1": (11.5, 15.5),
+        "copy2": (11.5, 13.5),
+        "tokens1": (15.5, 16.5),
+        "rows2": (17.0, 19.0),
+        "work2": (19.0, 23.0),
+        "tokens2": (23.0, 24.0),
     }
     # Routed weights need the routing of their step, so they are not ahead.
     routed = replace(graph, edges=(*graph.edges, host("rows", "copy")))

@@ -22,12 +22,14 @@ A duration lasts from the start that was recorded on the task's lane to its end.
 came late after that start, waiting for its launch, it is part of the duration. Where the
 prediction knows what the issuing thread takes (`moegen.sim.issuing`), all three hand tasks over
 as it says: what the thread takes is then no overhead that nobody tracked, what it takes beyond
-that is; and a task that lasted no longer than its handing over took is not held to be long.
+that is. Its alone-equivalent duration is then that of the work: of a copy from its launch on, as
+the replay has that, and of a task that lasted no longer than the thread was at it what was
+predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -36,6 +38,7 @@ from moegen.comparison.pairs import Pairs
 from moegen.errors import InvalidInput
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import run_lanes
+from moegen.sim.issued import LAUNCHED_LAST, IssuedRun, issued
 from moegen.sim.sharing import speeds_of
 
 PARTS = ("task cost", "scheduling and contention", "untracked overhead")
@@ -43,7 +46,7 @@ PARTS = ("task cost", "scheduling and contention", "untracked overhead")
 _DISTURBED = 0.01
 # How many of a kind must have run undisturbed for their median to stand for the others.
 _ENOUGH = 0.05
-# A task that lasted no longer than so many times what handing it over takes was held by that.
+# A task that lasted no longer than so many times what the thread held it for was held by that.
 _HELD = 1.05
 # An op whose durations are wrong by less than this share of the run, all together, is not tried.
 _LEAST = 2e-5
@@ -155,23 +158,39 @@ class Split:
         return alone
 
     def _worked_s(self, speeds: np.ndarray) -> np.ndarray:
-        """Measured durations at full speed, of tasks that the issuing thread held less that.
+        """Measured durations at full speed, without the wait for a launch.
 
-        A task lasts until the thread is through with it. One that took no longer than handing it
-        over tells nothing of its work, which is then held to be what was predicted.
+        A task that lasted little longer than the issuing thread held it tells nothing of its
+        work, which is then held to be what was predicted.
         """
-        lasted_s = self._pairs.measured_s
-        if self._shared:
-            issue_s = np.array([self._costs[k].issue_s for k in self._kinds])
-            work_s = np.minimum(lasted_s, self._predicted_s / speeds)
-            lasted_s = np.where(lasted_s <= _HELD * issue_s, work_s, lasted_s)
-        return lasted_s * speeds
+        lasted_s, held_s, late = self._pairs.measured_s, self._held_s, self._launched_last
+        unknown = lasted_s <= np.where(late, 2.0, _HELD) * held_s
+        predicted_s = np.minimum(lasted_s, self._predicted_s / speeds)
+        return np.where(unknown, predicted_s, lasted_s - late * held_s) * speeds
+
+    @cached_property
+    def _held_s(self) -> np.ndarray:
+        """For how long after its start the thread was still at each task, in the replay; [N]."""
+        if not self._shared or not issued(self._costs):
+            return np.zeros(len(self._kinds))
+        measured_s = self._pairs.measured_s.tolist()
+        of = self._graph, self._costs, self._kinds, measured_s
+        run = IssuedRun(*of, None, self._rule.latencies)
+        run()
+        return np.maximum(0.0, np.array(run.done_s) - run.start_s)
+
+    @cached_property
+    def _launched_last(self) -> np.ndarray:
+        """Whether a task's work begins only when the thread is through with it; [N]."""
+        of_step = [t.lane in LAUNCHED_LAST for t in self._graph]
+        return np.tile(of_step, len(self._kinds) // len(of_step))
 
     def _company(self) -> tuple[np.ndarray, np.ndarray]:
         """Each task's mean speed by the prediction's rule, given who ran beside it, and the share
         of its run in which others drew on what it draws on; both of shape [N].
         """
         begin, end = self._spans()
+        begin = np.minimum(end, begin + self._held_s * self._launched_last)
         together = _Together(self._costs, self._rule)
         draws = [together.draw(kind) for kind in self._kinds]
         progress, disturbed = [0.0] * len(begin), [0.0] * len(begin)
@@ -218,30 +237,38 @@ class _Together:
     def __init__(self, costs: Sequence[Cost], rule: CostModel) -> None:
         self._costs, self._rule = costs, rule
         self._loads: list[dict[str, float]] = []
+        self._keeps: list[Mapping[str, float]] = []
         self._of_kind: dict[int, int] = {}
-        self._numbers: dict[tuple[tuple[str, float], ...], int] = {}
+        self._numbers: dict[tuple[tuple[tuple[str, float], ...], ...], int] = {}
         self._known: dict[tuple[int, ...], tuple[list[float], list[bool]]] = {}
 
     def draw(self, kind: int) -> int:
         """The number of what a kind of task draws: kinds that draw alike have one."""
         if kind not in self._of_kind:
-            loads = self._rule.loads(self._costs[kind])
-            number = self._numbers.setdefault(tuple(loads.items()), len(self._loads))
+            cost = self._costs[kind]
+            loads = self._rule.loads(cost)
+            key = tuple(loads.items()), tuple(cost.keeps.items())
+            number = self._numbers.setdefault(key, len(self._loads))
             if number == len(self._loads):
                 self._loads.append(loads)
+                self._keeps.append(cost.keeps)
             self._of_kind[kind] = number
         return self._of_kind[kind]
 
     def of(self, draws: tuple[int, ...]) -> tuple[list[float], list[bool]]:
         """Of tasks that draw so: each one's speed, and whether another draws on the same."""
         if draws not in self._known:
-            loads = [self._loads[draw] for draw in draws]
+            loads, keeps = ([of[draw] for draw in draws] for of in (self._loads, self._keeps))
             users: dict[str, int] = {}
             for load in loads:
                 for name in load:
                     users[name] = users.get(name, 0) + 1
-            crowded = [any(users[name] > 1 for name in load) for load in loads]
-            self._known[draws] = speeds_of(loads, self._rule), crowded
+            crowded = [
+                any(users[name] > 1 for name in load)
+                or any(users.get(name, 0) > (name in load) for name in kept)
+                for load, kept in zip(loads, keeps, strict=True)
+            ]
+            self._known[draws] = speeds_of(loads, self._rule, keeps), crowded
         return self._known[draws]
 
 

@@ -2,10 +2,11 @@
 
 A measured curve is a grid over these. Each op has its own, in a fixed order:
 
-- matrix products and prefill attention: ``tokens`` a kernel, and ``flops_per_token``, which is
-  how wide the matrices are (two FLOPs a weight), or how long the prompts; products of experts
-  also ``launches``, for the experts of one task may be computed together, and prefill attention
-  ``io_per_token``, bytes of queries, keys, values and outputs, which tells models apart;
+- matrix products: ``tokens`` a kernel, and ``flops_per_token``, which is how wide the matrices
+  are (two FLOPs a weight); products of experts also ``launches``, for the experts of one task may
+  be computed together;
+- prefill attention: ``prompt_tokens``, ``attended_flops`` a token, which is how long the prompts
+  are, and ``io_per_token``, bytes of its query, key, value and output, which tells models apart;
 - decode attention: ``rows``, ``bytes_per_row``, which is how long their KV is, and
   ``flops_per_byte``, which is its kind (4 for mixtral's grouped heads in two bytes a number, some
   240 for the latent heads of deepseek-v2);
@@ -48,6 +49,8 @@ class Feature:
 FEATURES = {
     "tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops")),
     "flops_per_token": Feature(lambda w: w.flops / w.tokens, ("flops", "gpu_bytes")),
+    "prompt_tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops", "gpu_bytes")),
+    "attended_flops": Feature(lambda w: w.flops / w.tokens, ("flops",)),
     "io_per_token": Feature(lambda w: w.gpu_bytes / w.tokens, ("gpu_bytes",)),
     "launches": Feature(lambda w: w.launches, ("launches", "tokens", "flops", "gpu_bytes")),
     "rows": Feature(
@@ -77,7 +80,7 @@ FEATURES_OF: dict[str, tuple[str, ...]] = {
     "append_kv": ("d2h_bytes",),
     "fetch_kv": ("h2d_bytes",),
     "attn_gpu": _ATTENTION,
-    "attn_prefill": (*_PRODUCT, "io_per_token"),
+    "attn_prefill": ("prompt_tokens", "attended_flops", "io_per_token"),
     "post_attn": _PRODUCT,
     "route": _PRODUCT,
     "copy_counts": ("d2h_bytes",),

@@ -69,5 +69,7 @@ def uses(at: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
         nbytes = at["rows"] * at["bytes_per_row"]
         yield "memory", "B", nbytes
         yield "flops", "FLOP", nbytes * at["flops_per_byte"]
+    if "prompt_tokens" in at:
+        yield "flops", "FLOP", at["prompt_tokens"] * at["attended_flops"]
     if "tokens" in at:
         yield "flops", "FLOP", at["tokens"] * at["flops_per_token"] * at.get("launches", 1)

@@ -17,7 +17,7 @@ from moegen.graph.latencies import Latencies
 from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel, checked_cost
 from moegen.sim.fluid import Fluid
-from moegen.sim.issued import IssuedRun
+from moegen.sim.issued import IssuedRun, issued
 from moegen.sim.recorded import Recorded
 from moegen.timeline import Timeline, incoming
 
@@ -134,7 +134,7 @@ def run_lanes(
         If some task never ends.
     """
     run: _Run | IssuedRun
-    if latencies is not None and any(c.issue_s for c in costs):
+    if latencies is not None and issued(costs):
         run = IssuedRun(g, costs, kinds, seconds, sharing, latencies)
     else:
         run = _Run(g, costs, kinds, seconds, sharing)

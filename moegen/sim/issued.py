@@ -13,6 +13,14 @@ from moegen.sim.cost import Cost, CostModel
 from moegen.sim.fluid import InterruptibleFluid
 from moegen.sim.issuing import Issuing
 
+#: Lanes whose tasks are one copy or one kernel, launched last of all that handing over does.
+LAUNCHED_LAST = frozenset({Lane.BULK, Lane.KV, Lane.ACT})
+
+
+def issued(costs: Sequence[Cost]) -> bool:
+    """Whether handing tasks over takes any time."""
+    return any(c.issue_s or c.turn_s for c in costs)
+
 
 class _Lane:
     """A lane, and the task that it runs, or runs next."""
@@ -22,7 +30,7 @@ class _Lane:
     def __init__(self, lane: Lane, positions: Sequence[int], latencies: Latencies) -> None:
         self.positions = positions
         self.late_s = latencies.gpu_to_cpu_s if lane is Lane.CPU else 0.0
-        self.launched_last = lane in (Lane.BULK, Lane.KV, Lane.ACT)
+        self.launched_last = lane in LAUNCHED_LAST
         self.base = self.place = 0
         self.at = positions[0]
         self.idle = True  # waits for the thread
@@ -46,7 +54,9 @@ class IssuedRun:
     Parameters
     ----------
     g, costs, kinds, seconds, sharing, latencies
-        As for :func:`moegen.sim.engine.run_lanes`.
+        As for :func:`moegen.sim.engine.run_lanes`. Without ``sharing``, seconds are those from
+        the moment on at which a task's lane comes to it, as they are measured: the wait for a
+        launch is in them.
 
     Attributes
     ----------
@@ -102,6 +112,11 @@ class IssuedRun:
         """Run until nothing more happens."""
         self._thread.start()
         self._clock.run()
+
+    @property
+    def done_s(self) -> Sequence[float]:
+        """When the thread is through with each task, shape [steps * n]."""
+        return self._thread.done_s
 
     def standing(self) -> list[str]:
         """What the thread waits for, where that never came."""
