@@ -580,6 +580,7 @@ def test_another_machine_is_refused_unless_told_otherwise(path):
         ("RTX A5000", "RTX A6000", False),
         ("L4", "L40S", False),
         ("H200", "none (CPU lanes)", False),
+        ("none (CPU lanes)", "NVIDIA H200", True),  # it has no part in it
     ],
 )
 def test_names_of_parts_agree_if_one_has_the_words_of_the_other(path, there, here, same):

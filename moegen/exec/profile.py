@@ -26,7 +26,7 @@ from moegen.exec.pinning import locking_problem
 from moegen.graph.build import build
 from moegen.graph.detect import detect
 from moegen.graph.files import read_json, write_json
-from moegen.graph.hardware import HardwareSpec
+from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.strategy import Strategy
 
@@ -122,7 +122,7 @@ def machine_profile(
     """
     here = detect()
     if device.type == "cpu":
-        here = replace(here, gpu_name="none (CPU lanes)")
+        here = replace(here, gpu_name=CPU_LANES)
     key = _key(device, dtype, here)
     try:
         path = _path(key)

@@ -114,7 +114,7 @@ def measure_table(
         family_for(part, dtype, device)
     began, notes = time.perf_counter(), [] if notes is None else notes
     say("rates of the machine")
-    machine = machine_profile(device, dtype, notes=notes)
+    machine = machine_profile(device, dtype, fresh=True, notes=notes)
     say("copies by size")
     sizes = list(bulk_copies(device, _SPAN_S))
     found: list[Curve] = []

@@ -8,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from moegen.graph.hardware import HardwareSpec
+from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.hardware_parts import by_driver_name, part
 from moegen.graph.host_memory import total_bytes
 from moegen.units import MIB
@@ -69,7 +69,7 @@ def detect(root: str | Path = "/") -> HardwareSpec:
         # Lanes are then all CPU threads: a copy is a memcpy, "GPU memory" is host memory.
         why = f"assumed: {found}; CPU lanes stand in"
         gpu = {
-            "gpu_name": "none (CPU lanes)",
+            "gpu_name": CPU_LANES,
             "gpu_memory_bytes": host,
             "gpu_flops": n_cores * 50e9,
             "gpu_efficiency": ((1, 0.1), (64, 1.0)),

@@ -13,6 +13,8 @@ from moegen.graph import hardware_parts, hardware_text
 from moegen.graph.hardware_files import read_yaml, with_sources
 from moegen.units import MIB
 
+#: What stands for a GPU where CPU threads take its place.
+CPU_LANES = "none (CPU lanes)"
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
     "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",

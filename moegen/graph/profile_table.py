@@ -53,7 +53,7 @@ from moegen.graph.checks import number
 from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.files import read_json, write_text
-from moegen.graph.hardware import HardwareSpec
+from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.latencies import Latencies
 from moegen.graph.peaks import check_peaks
 
@@ -250,6 +250,8 @@ class ProfileTable:
             f"the {part} there is {getattr(self.machine, key)!r} and here {getattr(hw, key)!r}"
             for part, key in (("GPU", "gpu_name"), ("CPU", "cpu_name"))
             if not _same_part(getattr(self.machine, key), getattr(hw, key))
+            # On CPU lanes it does not matter which GPU there is.
+            and not (part == "GPU" and self.machine.gpu_name == CPU_LANES)
         ]
         differ += [
             f"{key} there is {getattr(self.machine, key)!r} and was set to {getattr(hw, key)!r}"
