@@ -31,7 +31,8 @@ measurement above one is refused. A curve's axes are the features of its ops
 innermost, and ``spread``, where it is known, the relative standard deviation of each. An axis of
 one value says which shape was measured. Seconds do not fall along the first axis, so whoever
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
-takes to hand one over. An op may have several curves: of the widths of several models, or of one
+takes to hand one over, and ``turn_s`` what it takes before that; ``crowded`` holds seconds beside
+kernels that read host memory all the time, where those slow it. An op may have several curves: of the widths of several models, or of one
 phase each (``null`` is both). ``company`` says what a resource gives while another is in use
 (`moegen.graph.company`), and ``latencies``, if they are there, how long it takes to notice that a
 task has ended (`moegen.graph.latencies`).
