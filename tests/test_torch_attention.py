@@ -72,7 +72,8 @@ def test_decode_of_a_latent(lengths, heads, rank, rope):
     q = 3 * torch.randn(len(lengths), heads * (rank + rope))
     got = torch_attention.decode(DecodeShape(heads, 1, rank + rope, rank, True, scale), q, rows)
     wanted = naive_latent(q, rows, heads, rank, scale)
-    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-6)
+    # Products of so many float32 numbers are summed in another order on each kind of processor.
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=5e-6 * max(1, rank / 128))
 
 
 @pytest.mark.parametrize("kind", ["gqa", "latent"])
