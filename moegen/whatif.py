@@ -174,7 +174,7 @@ class _Run:
         self.measured = measured_run(measured)
         self.cost = correct(cost, measured)
         self.steps = len(measured.steps)
-        self.base_s = self._simulated(measured.graph, measured.shapes, self.cost).period_s
+        self.base_s = rerun(measured.graph, measured.shapes, self.steps, self.cost).period_s
 
     def ask(self, asked: Mapping[str, Any]) -> WhatIf:
         change, g = Change.of(asked), self.measured.graph
@@ -192,7 +192,7 @@ class _Run:
         shapes = self.measured.shapes
         if change.knobs:
             g, shapes = rebuilt(g, shapes, change.strategy)
-        predicted = self._simulated(g, shapes, cost)
+        predicted = rerun(g, shapes, self.steps, cost)
         return WhatIf(
             question=change.words(self.measured.graph.strategy, hw),
             base_s=self.base_s,
@@ -202,9 +202,6 @@ class _Run:
             tokens=_tokens(g, shapes),
             predicted=predicted,
         )
-
-    def _simulated(self, g: TaskGraph, shapes: Sequence[Shape], cost: CostModel) -> Timeline:
-        return rerun(g, shapes, self.steps, cost)
 
 
 def _tokens(g: TaskGraph, shapes: Sequence[Shape]) -> float:
