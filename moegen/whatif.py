@@ -11,11 +11,12 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.shape import Shape
 from moegen.graph.task import TaskGraph
 from moegen.sim.changes import Change
-from moegen.sim.corrected import OpTimes, correct
+from moegen.sim.corrected import correct
 from moegen.sim.cost import CostModel
 from moegen.sim.other_machine import OtherMachine, machine_of
 from moegen.sim.rebuilt import rebuilt
 from moegen.sim.rerun import measured_run, rerun
+from moegen.sim.scaled import OpTimes
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
 

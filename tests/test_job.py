@@ -386,7 +386,7 @@ def test_loading_takes_as_long_as_its_rate_says_and_is_left_out_openly():
     assert without.load_s == 0 and "loading the model is left out" in without.notes[0]
     loaded = estimate_job(model, plan, job, ROOFLINE, load_bytes_per_s=1e6)
     assert loaded.load_s == model.weight_bytes / 1e6 and loaded.notes == ()
-    assert loaded.time_s == loaded.load_s + without.time_s
+    assert loaded.time_s == pytest.approx(loaded.load_s + without.time_s, rel=1e-12)
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(mg.InvalidInput, match="load_bytes_per_s"):
             estimate_job(model, plan, job, ROOFLINE, load_bytes_per_s=wrong)
