@@ -21,9 +21,9 @@ import simpy
 
 import moegen as mg
 from moegen.graph.latencies import Latencies
-from moegen.sim.corrected import OpTimes
 from moegen.sim.cost import Cost
 from moegen.sim.maxplus import Compiled
+from moegen.sim.scaled import Wrapped
 
 #: What the ratios should be: at most, at most, at most, and at least so many.
 TARGETS = {"unshared": 5.0, "shared": 17.0, "issued": 2.0, "compiled": 200.0}
@@ -31,11 +31,11 @@ TARGETS = {"unshared": 5.0, "shared": 17.0, "issued": 2.0, "compiled": 200.0}
 ISSUE_S, LATENCIES = 8e-5, Latencies(3e-5, 5e-5, 4e-5)
 
 
-class Issued(OpTimes):
+class Issued(Wrapped):
     """Another cost model, with what handing tasks over takes."""
 
     def __init__(self, cost: mg.CostModel) -> None:
-        super().__init__(cost, {})
+        super().__init__(cost)
         self.latencies = LATENCIES
 
     def estimate(self, task: mg.Task) -> Cost:

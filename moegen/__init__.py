@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from types import ModuleType
 
     from moegen import plot
-    from moegen.causal import causal
+    from moegen.causal_profiling import causal
     from moegen.comparison import compare
     from moegen.economics import tokens_per_joule, tokens_per_usd
     from moegen.errors import DeadlockError, Infeasible, InvalidInput, MachineError, MoegenError
@@ -118,7 +118,7 @@ _HOME = {
     "best_probability": "moegen.sim.uncertainty",
     "bound_s": "moegen.sim.bounds",
     "build": "moegen.graph.build",
-    "causal": "moegen.causal",
+    "causal": "moegen.causal_profiling",
     "compare": "moegen.comparison",
     "critical_path_s": "moegen.sim.bounds",
     "delay_slopes": "moegen.sim.delays",

@@ -11,11 +11,12 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.shape import Shape
 from moegen.graph.task import TaskGraph
 from moegen.sim.changes import Change
-from moegen.sim.corrected import OpTimes, correct
+from moegen.sim.corrected import correct
 from moegen.sim.cost import CostModel
 from moegen.sim.other_machine import OtherMachine, machine_of
 from moegen.sim.rebuilt import rebuilt
 from moegen.sim.rerun import measured_run, rerun
+from moegen.sim.scaled import OpTimes
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
 
@@ -174,7 +175,7 @@ class _Run:
         self.measured = measured_run(measured)
         self.cost = correct(cost, measured)
         self.steps = len(measured.steps)
-        self.base_s = self._simulated(measured.graph, measured.shapes, self.cost).period_s
+        self.base_s = rerun(measured.graph, measured.shapes, self.steps, self.cost).period_s
 
     def ask(self, asked: Mapping[str, Any]) -> WhatIf:
         change, g = Change.of(asked), self.measured.graph
@@ -192,7 +193,7 @@ class _Run:
         shapes = self.measured.shapes
         if change.knobs:
             g, shapes = rebuilt(g, shapes, change.strategy)
-        predicted = self._simulated(g, shapes, cost)
+        predicted = rerun(g, shapes, self.steps, cost)
         return WhatIf(
             question=change.words(self.measured.graph.strategy, hw),
             base_s=self.base_s,
@@ -202,9 +203,6 @@ class _Run:
             tokens=_tokens(g, shapes),
             predicted=predicted,
         )
-
-    def _simulated(self, g: TaskGraph, shapes: Sequence[Shape], cost: CostModel) -> Timeline:
-        return rerun(g, shapes, self.steps, cost)
 
 
 def _tokens(g: TaskGraph, shapes: Sequence[Shape]) -> float:

@@ -11,13 +11,13 @@ from moegen.errors import DeadlockError
 from moegen.exec.issue import Issuer
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
-from moegen.sim.corrected import Scaled
 from moegen.sim.cost import Cost, CostModel
+from moegen.sim.scaled import Wrapped
 
 NONE = Latencies()
 
 
-class Issued(Scaled):
+class Issued(Wrapped):
     """Another cost model, and what each task takes of the thread: one number, or by id or op.
 
     ``turn_s`` of it before the thread hands a task over.
@@ -36,9 +36,6 @@ class Issued(Scaled):
 
     def __repr__(self) -> str:
         return f"{self.of!r}, handed over"
-
-    def factor(self, task: Task) -> float:
-        return 1.0
 
     def estimate(self, task: Task) -> Cost:
         cost, of = self.of.estimate(task), self._issue_s

@@ -9,10 +9,11 @@ from handmade import task, tid
 
 import moegen as mg
 from moegen.errors import GraphError, InvalidInput
+from moegen.graph.company import RESOURCES
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import NO_WORK, Lane, Task, TaskGraph, TaskId, Work
 from moegen.sim.bounds import bound_s
-from moegen.sim.cost import RESOURCES, Cost, CostModel
+from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
 
 

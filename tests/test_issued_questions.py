@@ -10,10 +10,10 @@ import moegen as mg
 from moegen.graph.company import Company
 from moegen.graph.latencies import Latencies
 from moegen.graph.profile_table import ProfileTable
-from moegen.sim.corrected import OpTimes
 from moegen.sim.cost import CostModel
 from moegen.sim.measured import Measured
 from moegen.sim.other_machine import OtherMachine
+from moegen.sim.scaled import OpTimes
 from moegen.sim.step_times import StepTimes
 from moegen.timeline import Timeline
 

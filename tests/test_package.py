@@ -78,6 +78,12 @@ def test_memory_is_the_function_even_after_its_module_was_imported() -> None:
     assert run_fresh(code).split() == ["True", "True"]
 
 
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    # `import moegen.NAME` would set it on the package, over the function.
+    beside = {path.stem for path in (ROOT / "moegen").iterdir()}
+    assert beside & set(mg.__all__) == {"plot"}
+
+
 @pytest.mark.parametrize("name", NEED_TORCH)
 def test_a_missing_extra_is_named_with_its_remedy(name: str) -> None:
     code = f"""

@@ -228,10 +228,10 @@ def test_throughput_colours_what_binds_halfway_to_the_next_point(curve):
 
 
 def test_every_part_of_the_bound_has_a_name_for_people():
+    from moegen.graph.company import RESOURCES
     from moegen.graph.task import Lane
     from moegen.parts import PARTS
     from moegen.plot.throughput import _BINDS
-    from moegen.sim.cost import RESOURCES
 
     parts = {f"lane {lane}" for lane in Lane} | {f"resource {r}" for r in RESOURCES} | {"chain"}
     # A bound is the machine's: the executor's host code is not in it.

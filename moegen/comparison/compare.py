@@ -15,7 +15,7 @@ from moegen.comparison.split import Split
 from moegen.errors import InvalidInput
 from moegen.graph.task import TaskId
 from moegen.sim.cost import CostModel
-from moegen.sim.engine import simulate
+from moegen.sim.rerun import rerun
 from moegen.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def compare(predicted: Timeline | CostModel, measured: Timeline) -> Comparison:
     if not len(measured):
         raise InvalidInput("the measured timeline has no tasks: there is nothing to compare")
     if isinstance(predicted, CostModel):
-        predicted = _simulated(measured, predicted)
+        predicted = rerun(measured.graph, measured.shapes, len(measured.steps), predicted)
     if not isinstance(predicted, Timeline):
         raise InvalidInput(f"predicted must be a Timeline or a CostModel, got {predicted!r}")
     if (predicted.source, measured.source) == ("measured", "simulated"):
@@ -247,11 +247,3 @@ def compare(predicted: Timeline | CostModel, measured: Timeline) -> Comparison:
         steps=(len(predicted.counted_steps), len(measured.counted_steps)),
         _pairs=pairs,
     )
-
-
-def _simulated(measured: Timeline, cost: CostModel) -> Timeline:
-    """The measured run as a cost model would have it."""
-    if measured.shapes:
-        return simulate(measured.graph, cost, shapes=measured.shapes)
-    steps = len(measured.steps) if measured.graph.n_steps == 1 else 1
-    return simulate(measured.graph, cost, steps)

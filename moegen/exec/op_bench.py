@@ -23,8 +23,8 @@ from moegen.graph.task import Lane, Task, TaskGraph
 
 # The first step compiles kernels, the second finds every slot filled; then host code is timed.
 _PRIMING_STEPS = 3
-# KV that no cache holds, made up as several sets of rows.
 _IDLE_S = 0.03  # about what a layer takes
+# KV that no cache holds, made up as several sets of rows.
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
 

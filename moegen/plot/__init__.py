@@ -14,9 +14,9 @@ from moegen.plot.whatifs import what_ifs
 
 __all__ = [
     "COLOURS",
-    "comparison",
     "bands",
     "causal",
+    "comparison",
     "frontier",
     "gantt",
     "layer_dag",

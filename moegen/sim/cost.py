@@ -14,7 +14,6 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
-from moegen.graph.company import RESOURCES as RESOURCES
 from moegen.graph.company import Company
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import Task, TaskGraph, TaskId

@@ -11,9 +11,9 @@ import numpy as np
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.task import Edge, Task, TaskGraph, TaskId
-from moegen.sim.corrected import Scaled
 from moegen.sim.cost import Cost, CostModel, Provenance
 from moegen.sim.engine import simulate
+from moegen.sim.scaled import Wrapped
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -159,7 +159,7 @@ def with_delays(g: TaskGraph, op: str) -> TaskGraph:
     return replace(g, tasks=tuple(tasks), edges=(*edges, *g.edges))
 
 
-class Delayed(Scaled):
+class Delayed(Wrapped):
     """A cost model for graphs that :func:`with_delays` made."""
 
     def __init__(self, cost: CostModel, delay_s: float) -> None:
@@ -168,9 +168,6 @@ class Delayed(Scaled):
 
     def __repr__(self) -> str:
         return f"{self.of!r} with delays of {self._delay.seconds:g} s"
-
-    def factor(self, task: Task) -> float:
-        return 1.0
 
     def estimate(self, task: Task) -> Cost:
         if task.id.op.startswith(_DELAY):

@@ -11,9 +11,9 @@ from moegen.errors import InvalidInput
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import Task
 from moegen.sim.capacities import NOTHING, InUse
-from moegen.sim.corrected import Scaled
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.roofline import Roofline
+from moegen.sim.scaled import Wrapped
 
 # What resources give alone where a table says what they give in company, as in Measured.
 _FULL = {
@@ -24,7 +24,7 @@ _FULL = {
 }
 
 
-class OtherMachine(Scaled):
+class OtherMachine(Wrapped):
     """Durations of one machine, as they would be on another one.
 
     A task takes longer or shorter, alone, in the ratio of what the rooflines of the two machines
@@ -62,10 +62,6 @@ class OtherMachine(Scaled):
 
     def physical(self) -> CostModel:
         return OtherMachine(self.of.physical(), self.hw)
-
-    def factor(self, task: Task) -> float:
-        before, after = self._before.seconds(task), self._after.seconds(task)
-        return after / before if before else 1.0
 
     def estimate(self, task: Task) -> Cost:
         cost = self.of.estimate(task)

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from moegen.errors import DeadlockError
+from moegen.graph.company import RESOURCES
 from moegen.graph.model import Phase
-from moegen.sim.cost import RESOURCES, CostModel
+from moegen.sim.cost import CostModel
 from moegen.sim.pieces import AT, KINDS, LANES, Pieces
 from moegen.sim.rough import bounds_s, company_s
 from moegen.sim.sharing import ROUNDING, fair_speeds_of_many

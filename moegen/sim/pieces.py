@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from moegen.graph.company import RESOURCES
 from moegen.graph.many import FETCHES, Groups, Kept, Strategies, passing_groups, weight_slots
 from moegen.graph.model import ModelSpec, Phase
 from moegen.graph.ops import OPS
@@ -22,7 +23,7 @@ from moegen.graph.shape import Part, Shape, Sizes
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import NO_WORK, Lane, Layout, Task, TaskId
 from moegen.graph.workload import Workload
-from moegen.sim.cost import RESOURCES, CostModel
+from moegen.sim.cost import CostModel
 
 # Kinds of tasks by lane, in the order in which a layer queues them.
 LANES = {

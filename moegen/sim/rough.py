@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from moegen.graph.company import RESOURCES
 from moegen.graph.model import Phase
-from moegen.sim.cost import RESOURCES, CostModel
+from moegen.sim.cost import CostModel
 from moegen.sim.pieces import AT, BETWEEN, KINDS, LANES, Pieces
 
 _ATTENDS = (

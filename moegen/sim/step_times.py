@@ -18,9 +18,9 @@ from moegen.graph.residency import residency
 from moegen.graph.shape import Shape
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import Lane, Task, TaskGraph, Work
-from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
+from moegen.sim.scaled import Wrapped, times
 
 # Repeats in the smaller of the two, where nothing speaks for more; where it does, at most.
 LEAST_REPEATS, MOST_REPEATS = 2, 8
@@ -218,36 +218,23 @@ def _pattern(model: ModelSpec) -> tuple[int, int]:
     return min(ahead)
 
 
-class _FewCost(CostModel):
+class _FewCost(Wrapped):
     """What the tasks of models of few layers cost, by what those of the deep model do."""
 
     def __init__(self, cost: CostModel, few: _Few) -> None:
-        self._cost, self._few = cost, few
-        self.by_work = cost.by_work
-        self.company, self.latencies = cost.company, cost.latencies
-
-    def __repr__(self) -> str:
-        return repr(self._cost)
-
-    def capacities(self, in_use: InUse = NOTHING) -> Mapping[str, float]:
-        return self._cost.capacities(in_use)
+        super().__init__(cost)
+        self._few = few
 
     def estimate(self, task: Task) -> Cost:
-        times = self._few.copied.get(task.id.op, 1.0)
+        factor = self._few.copied.get(task.id.op, 1.0)
         work = task.work
         if work is not None and task.id.expert >= 0 and min(self._few.grouped, work.launches) > 1:
             # It stands for several, each of which launches something: the mean one.
             several = min(self._few.grouped, work.launches)
             share = {f.name: getattr(work, f.name) / several for f in fields(work)}
-            task, times = replace(task, work=Work(**share)), times * several
-        cost = self._cost.estimate(task)
-        if times == 1.0:
+            task, factor = replace(task, work=Work(**share)), factor * several
+        cost = self.of.estimate(task)
+        if factor == 1.0:
             return cost
-        demands = {name: units * times for name, units in cost.demands.items()}
-        return replace(
-            cost,
-            seconds=cost.seconds * times,
-            demands=demands,
-            issue_s=cost.issue_s * times,
-            turn_s=cost.turn_s * times,
-        )
+        issue_s, turn_s = cost.issue_s * factor, cost.turn_s * factor  # of all of them
+        return replace(times(cost, factor), issue_s=issue_s, turn_s=turn_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -212,7 +212,7 @@ class _Seen:
         return _Found(levels_s, slope, squares**0.5, left - left.mean(axis=1, keepdims=True))
 
 
-def _noise_s(found: Collection[_Found] | Any) -> float:
+def _noise_s(found: Iterable[_Found]) -> float:
     """Standard deviation of a stretch's period, from how repeated ones differ."""
     errors = [of.errors_s for of in found]
     dof = sum((e.shape[0] - 1) * (e.shape[1] - 1) for e in errors)
