@@ -15,6 +15,8 @@ import moegen as mg
 
 # Of made-up KV and weights: what the machine can hold beside the layers.
 KV_BYTES, SLOT_BYTES = 24e9, 6e9
+# Tokens of a prefill wave and of a prompt, from and to.
+PREFILL_TOKENS, PROMPT = (8192, 131072), (64, 2048)
 OMEGAS = tuple(i / 10 for i in range(11))
 
 
@@ -124,7 +126,7 @@ def _decode(model: mg.ModelSpec, rng: random.Random, name: str, most: int) -> Po
 
 
 def _prefill(model: mg.ModelSpec, rng: random.Random, name: str) -> Point:
-    tokens, prompt = _log_uniform(rng, 8192, 131072), _log_uniform(rng, 64, 2048)
+    tokens, prompt = _log_uniform(rng, *PREFILL_TOKENS), _log_uniform(rng, *PROMPT)
     prompt = min(prompt, tokens)
     rows = max(1, tokens // prompt)
     group = _groups(model)

@@ -5,7 +5,8 @@
 Writes OUT/profile.json, OUT/measured.json, OUT/slopes.json and one timeline a point and run. Every
 point of a model runs twice, all of them once before any runs again, so that the spread from run to
 run is known. Each stage is a process of its own: one that hangs is ended, says where it stood, and
-is begun again without the point that it hung at.
+is begun again without the point that it hung at. `kept.py` makes of OUT the results folder that
+predictions and report are made from.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from design import Point, drawn, layer_bytes, omega_curve
+from harness import machine, spec_of
 
 import moegen as mg
+from moegen.exec.table import BUDGET_S
 from moegen.units import GIB, parse_bytes
 
 # Layers that are run, decode and prefill points, and rows at most, by model.
@@ -71,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--host-memory", type=parse_bytes)
     p.add_argument("--budget-s", type=float, default=560, help="for everything")
     p.add_argument("--profile-s", type=float, default=130)
+    p.add_argument("--profile-budget-s", type=float, default=BUDGET_S, help="of moegen profile")
     p.add_argument("--points-s", type=float, default=230, help="for a model's points")
     p.add_argument("--slopes-s", type=float, default=120)
     p.add_argument("--zip", type=Path, help="keep one archive of everything so far")
@@ -84,7 +88,7 @@ def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> 
     """Run a stage, again if it was ended for hanging, as long as there is time."""
     deadline = time.time() + seconds
     command = [sys.executable, __file__, str(args.out), "--stage", stage]
-    for flag in ("device", "seed", "runs", "gpu_memory"):
+    for flag in ("device", "seed", "runs", "gpu_memory", "profile_budget_s"):
         command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     if args.host_memory is not None:
         command += ["--host-memory", str(args.host_memory)]
@@ -112,10 +116,12 @@ def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> 
 def profile(args: argparse.Namespace) -> None:
     """The calibration: nothing else is ever fitted."""
     faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
-    models = [_spec(name) for name in MODELS]
+    models = [spec_of(name) for name in MODELS]
     notes: list[str] = []
     began = time.perf_counter()
-    table = mg.profile(models, device=args.device, on_progress=_say, notes=notes)
+    table = mg.profile(
+        models, device=args.device, budget_s=args.profile_budget_s, on_progress=_say, notes=notes
+    )
     table.save(args.out / "profile.json")
     took = {"seconds": time.perf_counter() - began, "notes": notes}
     _write(args.out / "profile_notes.json", took)
@@ -124,10 +130,8 @@ def profile(args: argparse.Namespace) -> None:
 
 def points(args: argparse.Namespace) -> None:
     """Every point of a model, all once before any a second time."""
-    from harness import machine
-
     layers, decode, prefill, most = MODELS[args.model]
-    whole = _spec(args.model)
+    whole = spec_of(args.model)
     model = whole.with_(n_layers=layers)
     todo = drawn(model, decode, prefill, args.seed, most)
     if args.model == next(iter(MODELS)):
@@ -185,7 +189,7 @@ def _planned(args: argparse.Namespace, model: mg.ModelSpec) -> Point:
 def slopes(args: argparse.Namespace) -> None:
     """Delays injected class by class, and what the profile's simulator makes of them."""
     faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
-    model = _spec(args.model).with_(n_layers=SLOPES["layers"])
+    model = spec_of(args.model).with_(n_layers=SLOPES["layers"])
     s = mg.Strategy(
         B=SLOPES["B"], b_a=64, b_e=8192, omega=SLOPES["omega"], s_expert=layer_bytes(model)
     )
@@ -207,10 +211,6 @@ def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:
         host_memory_bytes=args.host_memory,
         hardware=mg.HardwareSpec.from_name("h200"),
     )
-
-
-def _spec(name: str) -> mg.ModelSpec:
-    return mg.ModelSpec.from_pretrained(name).with_(dtype="bfloat16")
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:

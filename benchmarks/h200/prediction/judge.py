@@ -1,0 +1,231 @@
+"""How good the predictions are: figures from what was measured and predicted, no simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+Data = dict[str, Any]
+MEDIAN, WORST, OP_MEDIAN, SLOPE = 0.03, 0.06, 0.05, 0.20
+# An op that takes less of a step is no reason for a wrong one.
+LONG = 0.01
+# A task that takes less is mostly its launch.
+SHORT_S = 200e-6
+# Of the errors of an op this share has one sign: it is biased.
+ONE_SIDED = 0.8
+HELD_OUT = ("decode-", "prefill-")
+PLANNED = "planned"
+
+
+def held_out(points: Iterable[Data]) -> list[Data]:
+    """The points that were drawn at random; not the curve's, nor the planner's."""
+    return [p for p in points if p["name"].startswith(HELD_OUT)]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of points' step times: ``n``, median and worst without sign, shares within 3% and 6%."""
+
+    n: int
+    median: float
+    worst: float
+    within_median: float
+    within_worst: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Errors:
+        """From errors with their sign; at least one."""
+        size = np.abs(np.asarray(errors, dtype=float))
+        median, worst = float(np.median(size)), float(size.max())
+        return cls(
+            len(size), median, worst, float((size <= MEDIAN).mean()), float((size <= WORST).mean())
+        )
+
+
+def op_errors(points: Iterable[Data]) -> list[Data]:
+    """A row for each op of each point: ``op``, ``share`` of the step, ``error``, and where."""
+    rows = []
+    for p in points:
+        for op, of in p["ops"].items():
+            if not of["measured_s"] > 0:
+                continue
+            rows.append(
+                {
+                    "op": op,
+                    "lane": of["lane"],
+                    "where": f"{p['model']} {p['phase']}",
+                    "share": of["measured_s"] / p["measured_s"],
+                    "error": of["predicted_s"] / of["measured_s"] - 1,
+                    "task_s": of["measured_s"] / of["tasks"],
+                    "late_s": (of["measured_s"] - of["predicted_s"]) / of["tasks"],
+                    "spread": of["spread"],
+                }
+            )
+    return rows
+
+
+def by_op(points: Iterable[Data]) -> list[Data]:
+    """By op, the largest share of a step first.
+
+    Returns
+    -------
+    list of dict
+        ``op``, ``lane``, ``points``, ``share`` of a step (median), ``task_s`` of one measured task
+        (median), ``median`` of the errors without sign, ``signed`` median, ``spread`` of its time
+        from run to run (median, or None), ``met``, and ``why`` where it is not.
+    """
+    of: dict[str, list[Data]] = {}
+    for row in op_errors(points):
+        of.setdefault(row["op"], []).append(row)
+    rows = []
+    for op, some in of.items():
+        errors = np.array([r["error"] for r in some])
+        spreads = [r["spread"] for r in some if r["spread"] is not None]
+        row = {
+            "op": op,
+            "lane": some[0]["lane"],
+            "points": len(some),
+            "share": float(np.median([r["share"] for r in some])),
+            "task_s": float(np.median([r["task_s"] for r in some])),
+            "median": float(np.median(np.abs(errors))),
+            "signed": float(np.median(errors)),
+            "spread": float(np.median(spreads)) if spreads else None,
+        }
+        row["met"] = row["median"] <= OP_MEDIAN
+        rows.append(row | {"why": "" if row["met"] else _why(row, some)})
+    return sorted(rows, key=lambda r: -r["share"])
+
+
+def _why(row: Data, some: Sequence[Data]) -> str:
+    """What the data show about an op that misses."""
+    said = []
+    if row["spread"] is not None and row["spread"] >= row["median"]:
+        said.append(f"differs by {row['spread']:.0%} from run to run itself")
+    if row["task_s"] < SHORT_S:
+        late_s = float(np.median([r["late_s"] for r in some]))
+        word = "longer" if late_s > 0 else "less"
+        said.append(
+            f"a task takes {row['task_s'] * 1e6:.0f} µs, {abs(late_s) * 1e6:.0f} µs {word} than "
+            f"predicted"
+        )
+    errors = np.array([r["error"] for r in some])
+    if len(some) > 1 and max((errors > 0).mean(), (errors < 0).mean()) >= ONE_SIDED:
+        word = "slow" if row["signed"] > 0 else "fast"
+        count = int((errors > 0).sum() if row["signed"] > 0 else (errors < 0).sum())
+        said.append(f"predicted too {word} in {count} of {len(some)} points")
+    else:
+        where = _by_where(some)
+        said.append("; ".join(f"{w} {e:+.0%}" for w, e in where.items()))
+    if row["share"] < LONG:
+        said.append(f"{row['share']:.1%} of a step")
+    return "; ".join(said)
+
+
+def _by_where(some: Sequence[Data]) -> dict[str, float]:
+    of: dict[str, list[float]] = {}
+    for r in some:
+        of.setdefault(r["where"], []).append(r["error"])
+    return {where: float(np.median(errors)) for where, errors in of.items()}
+
+
+def part_sum_error(points: Iterable[Data]) -> float:
+    """By how much parts miss the error they are parts of, of the step: the worst point."""
+    return max(
+        abs(sum(p["parts"].values()) - p["period_error_s"]) / p["measured_period_s"] for p in points
+    )
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Kendall's tau over pairs that the noise cannot turn round.
+
+    Attributes
+    ----------
+    tau : float
+        (pairs in the predicted order - pairs in the other) / pairs; NaN without pairs.
+    pairs, left_out : int
+        Those that count, and those that are too close.
+    """
+
+    tau: float
+    pairs: int
+    left_out: int
+
+
+def ranking(points: Sequence[Data], key: str) -> Ranking:
+    """How well predictions order points of one model and phase.
+
+    Parameters
+    ----------
+    points : sequence of dict
+    key : {"step", "tokens"}
+        Ordered by the time of a step, or by tokens a second.
+    """
+    known = [p["spread"] for p in points if p["spread"] is not None]
+    usual = float(np.median(known)) if known else 0.0
+    pairs = left_out = sum_of_signs = 0
+    for a, b in combinations(points, 2):
+        if (a["model"], a["phase"]) != (b["model"], b["phase"]):
+            continue
+        apart = np.log(_value(a, key, "measured_s") / _value(b, key, "measured_s"))
+        noise = max(usual if p["spread"] is None else p["spread"] for p in (a, b))
+        if abs(apart) <= np.log1p(2 * noise):
+            left_out += 1
+            continue
+        told = np.log(_value(a, key, "predicted_s") / _value(b, key, "predicted_s"))
+        pairs += 1
+        sum_of_signs += int(np.sign(told * apart))
+    return Ranking(sum_of_signs / pairs if pairs else float("nan"), pairs, left_out)
+
+
+def _value(p: Data, key: str, side: str) -> float:
+    return p[side] if key == "step" else p["tokens"] / p[side]
+
+
+def regrets(points: Sequence[Data], curve: Sequence[Data]) -> list[Data]:
+    """What a choice by prediction loses against the best that was measured.
+
+    Returns
+    -------
+    list of dict
+        ``what``, ``chosen``, ``best`` and ``regret`` (the share of tokens a second that is lost).
+        Of the ω that is predicted best against the curve's best; of the planner's pick against
+        the best of curve and itself.
+    """
+    if not curve:
+        return []
+    rate = {f"ω = {row['omega']:g}": row["measured_tokens_per_s"] for row in curve}
+    pick = max(curve, key=lambda row: row["tokens_per_s"])
+    rows = [("ω of the curve by prediction", f"ω = {pick['omega']:g}", dict(rate))]
+    for p in points:
+        if p["name"] == PLANNED:
+            s = p["strategy"]
+            name = f"B = {s['B']:,}, b_a = {s['b_a']}, ω = {s['omega']:g}"
+            rows.append(("the planner's", name, rate | {name: p["tokens"] / p["measured_s"]}))
+    found = []
+    for what, chosen, rates in rows:
+        best = max(rates, key=rates.__getitem__)
+        lost = 1 - rates[chosen] / rates[best]
+        found.append({"what": what, "chosen": chosen, "best": best, "regret": lost})
+    return found
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Of injected delays: classes, agreeing in sign, binding, and within 20% of those."""
+
+    classes: int
+    agree: int
+    binding: int
+    close: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Data]) -> Slopes:
+        """From the rows that `moegen.causal` gave."""
+        binding = [r for r in rows if r["binds"]]
+        close = [r for r in binding if r["error"] is not None and abs(r["error"]) <= SLOPE]
+        return cls(len(rows), sum(bool(r["agrees"]) for r in rows), len(binding), len(close))

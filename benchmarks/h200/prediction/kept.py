@@ -1,0 +1,168 @@
+"""What is kept of a measurement: a folder of under 3 MB that everything else is made from.
+
+    python benchmarks/h200/prediction/kept.py OUT [RESULTS]
+
+OUT is what `measure.py` wrote. Of each run the first step is left out: it finds the machine cold,
+lasts up to several times as long, and the next one is short by what was copied ahead meanwhile.
+Times are rounded to a tenth of a microsecond (the clock of CUDA events has half of one), and when
+inputs were ready is derived from ends again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import zipfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import moegen as mg
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+TIMELINES = "timelines.zip"
+# Steps of a run that are left out, and the least that it must have.
+WARM_UP, LEAST = 1, 4
+_DIGITS = 7
+Data = dict[str, Any]
+
+
+def keep(raw: Path, folder: Path = RESULTS) -> None:
+    """Make the results folder from what `measure.py` left.
+
+    Parameters
+    ----------
+    raw, folder : Path
+
+    Raises
+    ------
+    InvalidInput
+        If nothing was measured: there is no measured.json, a point's timeline is missing, or it
+        has too few steps.
+    """
+    measured = _read(raw / "measured.json")
+    if measured is None:
+        raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / TIMELINES, "w", zipfile.ZIP_LZMA) as z:
+        for p in measured["points"]:
+            path = raw / p["timeline"]
+            if not path.exists():
+                raise mg.InvalidInput(f"{path}, the timeline of {p['name']}, is missing")
+            timeline = _warm(mg.Timeline.from_dict(json.loads(gzip.decompress(path.read_bytes()))))
+            p["timeline"] = path.name.removesuffix(".gz")
+            p["step_end_s"] = timeline.step_end_s.tolist()
+            p["period_s"] = timeline.period_s
+            # Of one date: the same measurement gives the same file.
+            entry = zipfile.ZipInfo(p["timeline"])
+            text = json.dumps(timeline.to_dict(), separators=(",", ":"))
+            z.writestr(entry, text, zipfile.ZIP_LZMA)
+    _write_lines(folder / "measured.json", measured)
+    for name in ("profile.json", "profile_notes.json", "slopes.json"):
+        (folder / name).unlink(missing_ok=True)
+        if (raw / name).exists():
+            (folder / name).write_bytes((raw / name).read_bytes())
+
+
+class Kept:
+    """A results folder, read.
+
+    Parameters
+    ----------
+    folder : Path
+
+    Attributes
+    ----------
+    measured : dict
+        ``points``, a run each; ``failed``; ``machine``. Without points where nothing was measured.
+    slopes, notes, predicted : dict or None
+        Where they are there.
+    """
+
+    def __init__(self, folder: Path = RESULTS) -> None:
+        self.folder = folder
+        self.measured: Data = _read(folder / "measured.json") or {"points": [], "failed": []}
+        self.slopes, self.notes = (
+            _read(folder / "slopes.json"),
+            _read(folder / "profile_notes.json"),
+        )
+        self.predicted = _read(folder / "predicted.json")
+
+    @property
+    def there(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self.measured["points"])
+
+    @cached_property
+    def cost(self) -> mg.CostModel:
+        """The calibration, on the machine that it is of."""
+        return mg.CostModel.from_profile(self.folder / "profile.json", allow_mismatch=True)
+
+    def points(self) -> Iterator[list[Data]]:
+        """All runs of each point."""
+        runs: dict[tuple[str, str], list[Data]] = {}
+        for p in self.measured["points"]:
+            runs.setdefault((p["model"], p["name"]), []).append(p)
+        return iter(runs.values())
+
+    def data(self, run: Data) -> Data:
+        """The timeline of a run as plain data."""
+        with zipfile.ZipFile(self.folder / TIMELINES) as z:
+            return json.loads(z.read(run["timeline"]))
+
+    def timeline(self, run: Data) -> mg.Timeline:
+        """The timeline of a run."""
+        return mg.Timeline.from_dict(self.data(run))
+
+    def write(self, predicted: Data) -> None:
+        """Keep what follows from the results: ``predicted.json``."""
+        _write_lines(self.folder / "predicted.json", predicted)
+
+
+def _warm(timeline: mg.Timeline) -> mg.Timeline:
+    """The run without its first step."""
+    n = len(timeline.steps)
+    if n < LEAST:
+        raise mg.InvalidInput(f"{timeline!r} has {n} steps: at least {LEAST} must be measured")
+    first = timeline.steps[WARM_UP]
+    at = [i for i, task in enumerate(timeline.ids) if task.step >= first]
+    shapes = {"shapes": timeline.meta["shapes"][WARM_UP:]} if timeline.shapes else {}
+    return mg.Timeline(
+        timeline.graph,
+        [timeline.ids[i]._replace(step=timeline.ids[i].step - first) for i in at],
+        timeline.start_s[at].round(_DIGITS),
+        timeline.end_s[at].round(_DIGITS),
+        source=timeline.source,
+        tokens_actual=timeline.tokens_actual[at],
+        provenance=[timeline.provenance[i] for i in at],
+        meta=timeline.meta | shapes,
+    )
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write_lines(path: Path, data: Data) -> None:
+    """JSON with a line for each item of its lists: small, and its changes can be read."""
+    parts = []
+    for key, value in data.items():
+        if isinstance(value, list) and value:
+            items = ",\n".join(json.dumps(x) for x in value)
+            parts.append(f"{json.dumps(key)}: [\n{items}\n]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("out", type=Path)
+    p.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    args = p.parse_args()
+    keep(args.out, args.results)

@@ -1,0 +1,57 @@
+"""The whole way from measuring to the report on CPU lanes with tiny models, in under a minute.
+
+    python benchmarks/h200/prediction/stand_in.py RAW RESULTS
+
+For the tests, and for the notebook where nothing has been measured on a GPU. What it finds says
+nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import design
+import measure
+from kept import Kept, keep
+from predict import predict
+
+# Layers, decode and prefill points, and rows at most.
+MODELS = {"tiny": (2, 2, 1, 96), "tiny-latent": (2, 2, 1, 96)}
+BUDGETS = "--device cpu --gpu-memory 2GiB --host-memory 2GiB --profile-budget-s 12"
+
+
+def stand_in(raw: Path, folder: Path) -> None:
+    """Measure into ``raw``, keep and predict in ``folder``."""
+    measure.MODELS = MODELS
+    measure.CURVE_ROWS, measure.CURVE_CONTEXT = 32, 200
+    measure.SLOPES = {"layers": 2, "B": 16, "context": 40, "omega": 0.4}
+    measure.SLOPE_OPS = ("pre_attn", "copy_expert", "attn_cpu")
+    design.KV_BYTES, design.SLOT_BYTES = 1e7, 1e6
+    design.PREFILL_TOKENS, design.PROMPT = (256, 1024), (16, 64)
+    stages = [
+        ("profile", ""),
+        *(("points", name) for name in MODELS),
+        ("slopes", next(iter(MODELS))),
+    ]
+    for stage, model in stages:
+        until = ["--deadline", str(time.time() + 300)]
+        of = ["--model", model] if model else []
+        measure.main([str(raw), *BUDGETS.split(), "--stage", stage, *of, *until])
+        faulthandler.cancel_dump_traceback_later()
+        if stage == "profile":  # A point that hung before is not begun again.
+            failed = [{"model": "tiny", "point": "decode-1-0"}]
+            text = json.dumps({"points": [], "failed": failed})
+            (raw / "measured.json").write_text(text, encoding="utf-8")
+    keep(raw, folder)
+    kept = Kept(folder)
+    kept.write(predict(kept))
+
+
+if __name__ == "__main__":
+    stand_in(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,265 @@
+"""The report on predictions says what the raw results say, and so do the figures in it.
+
+The whole way to it is gone on CPU lanes with tiny models, by the scripts that run on the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import moegen as mg
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "h200" / "prediction"
+PARTS = ["task cost", "scheduling and contention", "untracked overhead"]
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The scripts that need no torch."""
+    paths = [str(FOLDER), str(FOLDER.parent)]
+    sys.path[:0] = paths
+    import judge
+    import kept
+    import predict
+    import write_report
+
+    yield SimpleNamespace(judge=judge, kept=kept, predict=predict, report=write_report)
+    for path in paths:
+        sys.path.remove(path)
+
+
+def close(a, b, where=""):
+    """Equal but for rounding, all the way down."""
+    assert type(a) is type(b) or {type(a), type(b)} <= {int, float}, where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            close(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            close(x, y, f"{where}[{i}]")
+    elif isinstance(a, float):
+        assert a == pytest.approx(b, rel=1e-6, abs=1e-9), where
+    else:
+        assert a == b, where
+
+
+# What is committed.
+
+
+def test_report_is_that_of_the_results(scripts):
+    text = scripts.report.REPORT.read_text(encoding="utf-8")
+    assert text == scripts.report.report(), "python benchmarks/h200/prediction/write_report.py"
+    if not scripts.kept.Kept().there:
+        assert "Nothing has been measured yet." in text
+
+
+def test_predictions_follow_from_the_results(scripts):
+    kept = scripts.kept.Kept()
+    if not kept.there:
+        pytest.skip("nothing has been measured yet: there is no results folder")
+    close(json.loads(json.dumps(scripts.predict.predict(kept))), kept.predicted)
+    assert sum(path.stat().st_size for path in kept.folder.iterdir()) < 3e6
+
+
+def test_without_results_the_report_says_so(scripts, tmp_path):
+    assert "Nothing has been measured yet." in scripts.report.report(tmp_path)
+    with pytest.raises(mg.InvalidInput, match="no measured.json"):
+        scripts.kept.keep(tmp_path, tmp_path / "results")
+
+
+# The figures, against numbers worked out by hand.
+
+
+def point(name, measured_s, predicted_s, spread=0.01, model="m", phase="decode", tokens=100.0):
+    return {
+        "name": name, "model": model, "phase": phase, "tokens": tokens, "spread": spread,
+        "measured_s": measured_s, "predicted_s": predicted_s, "strategy": {},
+    }  # fmt: skip
+
+
+def test_time_of_a_step_is_the_median_of_those_that_count(scripts):
+    # Steps of 5, 1, 2, 9 and 4 s after the first: the last does not count.
+    assert scripts.predict.step_s(np.cumsum([3.0, 5, 1, 2, 9, 4])) == pytest.approx(3.5)
+    runs = [{"step_end_s": np.cumsum([1.0, *each])} for each in ([2, 9, 2, 1], [3, 3, 3, 0])]
+    assert scripts.predict.quickest(runs) is runs[0]
+
+
+def test_errors_are_taken_without_their_sign(scripts):
+    e = scripts.judge.Errors.of([0.01, -0.02, 0.05, -0.07])
+    assert (e.n, e.worst, e.within_median, e.within_worst) == (4, 0.07, 0.5, 0.75)
+    assert e.median == pytest.approx(0.035)
+
+
+def test_order_counts_pairs_that_noise_cannot_turn_round(scripts):
+    points = [
+        point("a", 1.00, 1.00),
+        point("b", 1.01, 0.90),  # too close to a
+        point("c", 2.00, 2.10),
+        point("d", 3.00, 2.05),  # told to be before c
+        point("e", 9.00, 1.00, model="other"),
+        point("f", 9.00, 1.00, phase="prefill"),
+    ]
+    r = scripts.judge.ranking(points, "step")
+    assert (r.pairs, r.left_out) == (5, 1) and r.tau == pytest.approx((4 - 1) / 5)
+    # By tokens a second it is the other way round where tokens make up for the time.
+    points[2]["tokens"] = 400.0
+    assert scripts.judge.ranking(points, "tokens").tau == pytest.approx((5 - 0) / 5)
+    assert math.isnan(scripts.judge.ranking(points[:1], "step").tau)
+
+
+def test_a_pair_that_is_predicted_equal_counts_for_neither_side(scripts):
+    points = [point("a", 1.0, 1.0), point("b", 2.0, 1.0), point("c", 3.0, 3.0)]
+    r = scripts.judge.ranking(points, "step")
+    assert (r.pairs, r.tau) == (3, pytest.approx(2 / 3))
+
+
+def test_regret_is_what_the_choice_loses(scripts):
+    curve = [
+        {"omega": 0.0, "tokens_per_s": 90.0, "measured_tokens_per_s": 80.0},
+        {"omega": 0.5, "tokens_per_s": 120.0, "measured_tokens_per_s": 95.0},
+        {"omega": 1.0, "tokens_per_s": 110.0, "measured_tokens_per_s": 100.0},
+    ]
+    planned = point("planned", 1.0, 1.0, tokens=97.0)
+    planned["strategy"] = {"B": 4, "b_a": 2, "omega": 0.5}
+    first, second = scripts.judge.regrets([planned], curve)
+    assert (first["chosen"], first["best"]) == ("ω = 0.5", "ω = 1")
+    assert first["regret"] == pytest.approx(0.05) and second["regret"] == pytest.approx(0.03)
+    planned["tokens"] = 103.0
+    assert scripts.judge.regrets([planned], curve)[1]["regret"] == 0
+    assert scripts.judge.regrets([planned], []) == []
+
+
+def test_ops_are_judged_by_the_median_over_points(scripts):
+    def of(predicted_s, spread):
+        op = {"lane": "GPU", "tasks": 10, "measured_s": 1e-3, "spread": spread}
+        return point("decode-1", 0.1, 0.1) | {"ops": {"x": op | {"predicted_s": predicted_s}}}
+
+    [good] = scripts.judge.by_op([of(1.02e-3, 0.1), of(0.97e-3, 0.1), of(3e-3, 0.1)])
+    assert good["met"] and good["median"] == pytest.approx(0.03) and good["why"] == ""
+    assert good["share"] == pytest.approx(0.01)
+    [bad] = scripts.judge.by_op([of(0.5e-3, 0.7), of(0.6e-3, 0.7)])
+    assert not bad["met"] and bad["signed"] == pytest.approx(-0.45)
+    assert "from run to run itself" in bad["why"]
+    assert "takes 100 µs, 45 µs longer than predicted" in bad["why"]
+    assert "too fast in 2 of 2 points" in bad["why"]
+
+
+def test_slopes_that_bind_are_held_to_a_fifth(scripts):
+    rows = [
+        {"binds": True, "agrees": True, "error": -0.19},
+        {"binds": True, "agrees": True, "error": 0.21},
+        {"binds": True, "agrees": False, "error": None},
+        {"binds": False, "agrees": True, "error": 9.0},
+    ]
+    s = scripts.judge.Slopes.of(rows)
+    assert (s.classes, s.agree, s.binding, s.close) == (4, 3, 3, 1)
+
+
+# The whole way, on CPU lanes.
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Raw results and what is kept of them, of tiny models."""
+    pytest.importorskip("torch")
+    raw, folder = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("made") / "results"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, FOLDER / "stand_in.py", raw, folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return raw, folder
+
+
+@pytest.mark.cpu
+def test_every_point_is_predicted(scripts, made):
+    kept = scripts.kept.Kept(made[1])
+    points, curve = kept.predicted["points"], kept.predicted["curve"]
+    names = {(p["model"], p["name"]) for p in points}
+    assert ("tiny", "decode-1-0") not in names  # it had failed
+    assert {m for m, _ in names} == {"tiny", "tiny-latent"} and len(names) == len(points) == 17
+    assert len(scripts.judge.held_out(points)) == 5
+    for p in points:
+        assert len(p["runs_s"]) == 2 and p["measured_s"] == min(p["runs_s"])
+        assert p["spread"] == pytest.approx(max(p["runs_s"]) / min(p["runs_s"]) - 1)
+        assert p["error"] == pytest.approx(p["predicted_s"] / p["measured_s"] - 1)
+        assert list(p["parts"]) == PARTS
+        total_s = sum(p["parts"].values())
+        assert abs(total_s - p["period_error_s"]) <= 1e-9 * p["measured_period_s"]
+        # Steps of the median and of the mean differ by what the machine makes of them.
+        assert 0.2 < p["measured_period_s"] / p["measured_s"] < 5
+    assert [row["omega"] for row in curve] == [i / 10 for i in range(11)]
+    assert sum(row["probability_best"] for row in curve) == pytest.approx(1)
+    assert all(row["low"] <= row["tokens_per_s"] <= row["high"] for row in curve)
+    [a] = [p for p in points if p["name"] == "omega-0.3"]
+    assert curve[3]["measured_tokens_per_s"] == pytest.approx(32 / a["measured_s"])
+
+
+@pytest.mark.cpu
+def test_what_is_kept_is_what_was_measured_without_the_first_step(scripts, made):
+    import gzip
+
+    raw, folder = made
+    kept = scripts.kept.Kept(folder)
+    run = kept.measured["points"][0]
+    text = gzip.decompress((raw / f"{run['timeline']}.gz").read_bytes())
+    whole = mg.Timeline.from_dict(json.loads(text))
+    timeline = kept.timeline(run)
+    assert len(timeline.steps) == len(whole.steps) - 1
+    assert timeline.shapes == whole.shapes[1:]
+    of = [whole.row[i._replace(step=i.step + 1)] for i in timeline.ids]
+    np.testing.assert_allclose(timeline.start_s, whole.start_s[of], atol=1e-7)
+    np.testing.assert_allclose(timeline.end_s, whole.end_s[of], atol=1e-7)
+    np.testing.assert_allclose(run["step_end_s"], whole.step_end_s[1:], atol=1e-7)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 3e6
+
+
+@pytest.mark.cpu
+def test_op_times_are_those_of_the_tasks(scripts, made):
+    """Against the timeline's own frame: of each task the median over the steps that count."""
+    kept = scripts.kept.Kept(made[1])
+    p = kept.predicted["points"][0]
+    [run] = [r for r in kept.measured["points"] if r["name"] == p["name"] and r["run"] == p["run"]
+             and r["model"] == p["model"]]  # fmt: skip
+    timeline = kept.timeline(run)
+    frame = timeline.to_frame()
+    frame = frame[frame["step"].isin(timeline.counted_steps)]
+    each = frame.groupby(["op", "layer", "microbatch", "expert"])["duration_s"].median()
+    for op, seconds in each.groupby("op").sum().items():
+        assert p["ops"][op]["measured_s"] == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.cpu
+def test_predictions_are_the_same_again(scripts, made):
+    kept = scripts.kept.Kept(made[1])
+    close(json.loads(json.dumps(scripts.predict.predict(kept))), kept.predicted)
+
+
+@pytest.mark.cpu
+def test_report_of_what_was_made(scripts, made, tmp_path):
+    text = scripts.report.report(made[1])
+    for heading in ("What it must show", "Points", "Ops", "Parts of the error", "Delays"):
+        assert f"## {heading}\n" in text
+    assert (
+        "| 1. at least 24 held-out points | 5, of tiny and tiny-latent | **no**, 19 short |" in text
+    )
+    assert "- tiny decode-1-0: its run was ended for hanging" in text
+    assert "| `attn_cpu` | CPU | 2 |" in text and "on CPU lanes" in text
+    # Where slopes were not come to, all else is there, and it says so.
+    less = tmp_path / "less"
+    shutil.copytree(made[1], less)
+    (less / "slopes.json").unlink()
+    text = scripts.report.report(less)
+    assert "They have not been measured." in text
+    assert "| 3. slopes agree in sign for all classes | not measured | **no** |" in text
