@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from quick_profile import quicken  # noqa: E402
 from small_models import MIXTRAL  # noqa: E402
 
 import moegen as mg  # noqa: E402
@@ -31,11 +31,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Each op at its smallest size, rates assumed: what it writes is the same kind of file."""
-    here = replace(mg.HardwareSpec.detect(), gpu_name="none (CPU lanes)")
-    monkeypatch.setattr(table_module, "machine_profile", lambda *_, **__: here)
-    monkeypatch.setattr(table_module, "company", lambda device, dtype: [])
-    monkeypatch.setattr(table_module, "_REST_S", 10.0)
+    quicken(monkeypatch)
+    monkeypatch.setattr(table_module, "_REST_S", 10.0)  # of the ten seconds that it may take
 
 
 @pytest.fixture

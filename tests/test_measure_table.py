@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from quick_profile import here, quicken  # noqa: E402
 from small_models import MIXTRAL, deepseek, mixtral  # noqa: E402
 
 import moegen as mg  # noqa: E402
@@ -30,17 +30,9 @@ pytestmark = pytest.mark.cpu
 GIB = 1 << 30
 
 
-def here(*_, **__):
-    """This machine, its rates assumed: measuring them is another test's."""
-    return replace(mg.HardwareSpec.detect(), gpu_name="none (CPU lanes)")
-
-
 @pytest.fixture
 def quick(monkeypatch):
-    """What is not under test takes no time."""
-    monkeypatch.setattr(table_module, "machine_profile", here)
-    monkeypatch.setattr(table_module, "company", lambda device, dtype: [])
-    monkeypatch.setattr(table_module, "_REST_S", 0.0)
+    quicken(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moegen.exec.op_bench import Timed, timed
-from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.pinning import pinned_zeros
 from moegen.exec.timing import Bench
 from moegen.exec.transfer import transfer_for
 from moegen.graph.task import Lane, Task, TaskId, Work
@@ -26,18 +26,11 @@ def bulk_copies(device: torch.device, span_s: float) -> Iterator[Timed]:
     span_s : float
         What each size is measured for, about.
     """
-    data = host_buffer(max(_SIZES))
-    data.zero_()
-    pins = Pins()
-    if device.type == "cuda":
-        pins.register([data])
-    try:
+    with pinned_zeros(max(_SIZES), device) as (data, _):
         to = torch.empty(len(data), dtype=torch.uint8, device=device)
         with Bench(device) as bench:
             for nbytes in _SIZES:
                 yield from _copies(bench, data, to, nbytes, span_s)
-    finally:
-        pins.unregister()
 
 
 def _copies(

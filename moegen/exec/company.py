@@ -12,8 +12,7 @@ import torch
 from moegen.exec import rates
 from moegen.exec.attention import CpuDecode
 from moegen.exec.decode_attention import cpu_decode
-from moegen.exec.lanes import forget_gpu_memory
-from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.pinning import pinned_zeros
 from moegen.exec.timing import Bench, Work
 from moegen.exec.transfer import Transfer, transfer_for
 from moegen.graph.company import Company
@@ -61,36 +60,26 @@ def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
     The copy engine and the gather of KV rows use one link: what both together move, of what the
     copy engine moves alone, is the share of ``h2d`` beside ``zero_copy``.
     """
-    data = host_buffer(rates.LINK_BYTES)
-    data.zero_()
-    pins = Pins()
     on_gpu = device.type == "cuda"
-    problem = pins.register([data]) if on_gpu else None
     threads = max(1, cores() - 1) if on_gpu else torch.get_num_threads()
-    try:
+    with pinned_zeros(rates.LINK_BYTES, device) as (data, problem):
+        transfer = transfer_for(device, pinned=problem is None)
         with Bench(device) as bench, closing(cpu_decode(threads)) as decode:
-            transfer = transfer_for(device, pinned=problem is None)
             busy = {x.resource: x for x in _works(data, device, dtype, transfer, decode)}
             return _pairs(bench, busy)
-    finally:
-        if on_gpu:
-            pins.unregister()
-            forget_gpu_memory(device)
 
 
 @contextmanager
 def zero_copy(device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
     """What keeps the KV lane at work: gathers of KV rows from host memory."""
-    data = host_buffer(rates.LINK_BYTES)
-    data.zero_()
-    pins = Pins()
-    problem = pins.register([data]) if device.type == "cuda" else None
-    tokens = _GATHERED_TOKENS if device.type == "cuda" else 128
-    transfer = transfer_for(device, pinned=problem is None)
-    try:
-        yield rates.gather(transfer, data, dtype, device, tokens)[0]
-    finally:
-        pins.unregister()
+    with pinned_zeros(rates.LINK_BYTES, device) as (data, problem):
+        transfer = transfer_for(device, pinned=problem is None)
+        yield rates.gather(transfer, data, dtype, device, _gathered(device))[0]
+
+
+def _gathered(device: torch.device) -> int:
+    # On CPU lanes a work goes through the same memory many times sooner.
+    return _GATHERED_TOKENS if device.type == "cuda" else 128
 
 
 def _pairs(bench: Bench, busy: dict[str, _Busy]) -> list[Company]:
@@ -123,9 +112,7 @@ def _works(
     """One work for each resource, as a run draws on it."""
     up = _bulk(data, device, transfer)
     yield _Busy(Lane.BULK, up, _BULK_BYTES, "h2d")
-    # On CPU lanes a work goes through the same memory many times sooner.
-    tokens = _GATHERED_TOKENS if device.type == "cuda" else 128
-    work, nbytes = rates.gather(transfer, data, dtype, device, tokens)
+    work, nbytes = rates.gather(transfer, data, dtype, device, _gathered(device))
     yield _Busy(Lane.KV, work, nbytes, "zero_copy")
     work, nbytes = _scatter(data, device, dtype, transfer)
     yield _Busy(Lane.ACT, work, nbytes, "d2h")

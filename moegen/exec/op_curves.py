@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,18 @@ _BY_PHASE = frozenset(
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
 
 _At = tuple[float, ...]
-# Seconds, spread, seconds of the issuing thread for it and before it, seconds when crowded.
-_Value = tuple[float, float, float, float, float]
+
+
+class _Value(NamedTuple):
+    """A point of a curve, NaN where it was not measured; see `moegen.graph.curve.Curve`."""
+
+    seconds: float
+    spread: float
+    issue_s: float
+    turn_s: float
+    crowded_s: float
+
+
 _Found = dict[_At, _Value]
 
 
@@ -47,7 +57,7 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
         by_op[op, phase][at].append(
-            (t.seconds / n, t.spread, t.issue_s / n, t.turn_s, (t.crowded_s or math.nan) / n)
+            _Value(t.seconds / n, t.spread, t.issue_s / n, t.turn_s, (t.crowded_s or math.nan) / n)
         )
     found = []
     for (op, phase), points in by_op.items():
@@ -57,8 +67,7 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
 
 
 def _mean(several: Sequence[_Value]) -> _Value:
-    a, b, c, d, e = np.mean(several, axis=0).tolist()
-    return a, b, c, d, e
+    return _Value(*np.mean(several, axis=0).tolist())
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
@@ -82,9 +91,9 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
     seconds, spread, crowded = np.empty((3, *map(len, axes)))
-    for at, (s, r, _, _, c) in points.items():
+    for at, value in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
-        seconds[place], spread[place], crowded[place] = s, r, c
+        seconds[place], spread[place], crowded[place] = value.seconds, value.spread, value.crowded_s
     seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
     crowded = np.maximum.accumulate(np.maximum(crowded, seconds), axis=0)
     return Curve(
@@ -94,8 +103,8 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
-        issue_s=_median([x[2] for x in points.values()]),
-        turn_s=_median([x[3] for x in points.values()]),
+        issue_s=_median([value.issue_s for value in points.values()]),
+        turn_s=_median([value.turn_s for value in points.values()]),
         crowded=None if np.isnan(crowded).any() else tuple(crowded.tolist()),
     )
 

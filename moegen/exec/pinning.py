@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +138,21 @@ class Pins:
         """Give every registration back; no copy from the buffers may be under way."""
         _give_back(self._held)
         self.complete = False
+
+
+@contextlib.contextmanager
+def pinned_zeros(nbytes: int, device: torch.device) -> Iterator[tuple[Tensor, str | None]]:
+    """Bytes of host memory to copy from and to, registered while the context lasts if on CUDA.
+
+    Yields them, and why they could not be registered, or None. At the end nothing may use them.
+    """
+    data = host_buffer(nbytes).zero_()  # touched before it is registered
+    pins = Pins()
+    problem = pins.register([data]) if device.type == "cuda" else None
+    try:
+        yield data, problem
+    finally:
+        pins.unregister()
 
 
 def _cudart() -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from moegen.exec.attention import CpuDecode, DecodeShape
 from moegen.exec.decode_attention import cpu_decode
 from moegen.exec.lanes import empty_host
-from moegen.exec.pinning import Pins, host_buffer
+from moegen.exec.pinning import host_buffer, pinned_zeros
 from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed
 from moegen.exec.transfer import CpuTransfer, Transfer, transfer_for
 from moegen.graph.detect import cores
@@ -316,29 +316,22 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
     Where memory cannot be pinned, what crosses the link is measured as it then goes.
     """
     found: Found = {}
-    data = host_buffer(LINK_BYTES)
-    data.zero_()  # touched before it is registered
-    pins = Pins()
-    problem = pins.register([data])
-    kind = f"pageable ({problem})" if problem else "pinned"
-    try:
-        with Bench(device) as bench:
-            found |= floors(bench)
-            products = Products(dtype, device, 4096, 8192)
-            found |= product_curve(bench, products, (1, 64, 256, 1024, 4096))
-            del products
-            found |= _gpu_memory(bench)
-            found |= _link(bench, data, kind)
-            work, nbytes = gather(transfer_for(device, pinned=not problem), data, dtype, device)
-            found["zero_copy_bytes_per_s"] = (
-                nbytes / bench.seconds(Lane.KV, work),
-                f"a gather of KV rows of 128 tokens from {kind} memory",
-            )
-            del work
-            with closing(cpu_decode(max(1, cores() - 1))) as decode:
-                found |= cpu_attention(bench, dtype, decode)
-    finally:
-        pins.unregister()
+    with pinned_zeros(LINK_BYTES, device) as (data, problem), Bench(device) as bench:
+        kind = f"pageable ({problem})" if problem else "pinned"
+        found |= floors(bench)
+        products = Products(dtype, device, 4096, 8192)
+        found |= product_curve(bench, products, (1, 64, 256, 1024, 4096))
+        del products
+        found |= _gpu_memory(bench)
+        found |= _link(bench, data, kind)
+        work, nbytes = gather(transfer_for(device, pinned=not problem), data, dtype, device)
+        found["zero_copy_bytes_per_s"] = (
+            nbytes / bench.seconds(Lane.KV, work),
+            f"a gather of KV rows of 128 tokens from {kind} memory",
+        )
+        del work
+        with closing(cpu_decode(max(1, cores() - 1))) as decode:
+            found |= cpu_attention(bench, dtype, decode)
     return found
 
 
