@@ -254,7 +254,7 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
     assert (
         "| 1. at least 24 held-out points | 5, of tiny and tiny-latent | **no**, 19 short |" in text
     )
-    assert "- tiny decode-1-0: its run was ended for hanging" in text
+    assert "- tiny decode-1-0: a run hung or broke off" in text
     assert "| `attn_cpu` | CPU | 2 |" in text and "on CPU lanes" in text
     # Where slopes were not come to, all else is there, and it says so.
     less = tmp_path / "less"

@@ -44,7 +44,8 @@ def report(folder: Path = RESULTS) -> str:
     lines = [
         "# Measured on an H200",
         "",
-        "Written by `report.py` from `results/`; the scripts beside it make those.",
+        "Written by `report.py` from `results/`; the scripts beside it make those. How far "
+        "predictions of this machine hold: [prediction/REPORT.md](prediction/REPORT.md).",
         "",
     ]
     known = {name for name, _ in SECTIONS}

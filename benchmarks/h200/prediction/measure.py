@@ -120,7 +120,12 @@ def profile(args: argparse.Namespace) -> None:
     notes: list[str] = []
     began = time.perf_counter()
     table = mg.profile(
-        models, device=args.device, budget_s=args.profile_budget_s, on_progress=_say, notes=notes
+        models,
+        device=args.device,
+        dtype=models[0].dtype,
+        budget_s=args.profile_budget_s,
+        on_progress=_say,
+        notes=notes,
     )
     table.save(args.out / "profile.json")
     took = {"seconds": time.perf_counter() - began, "notes": notes}
@@ -207,6 +212,7 @@ def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:
     return mg.Engine.random(
         model,
         device=args.device,
+        dtype=model.dtype,
         gpu_memory_bytes=args.gpu_memory,
         host_memory_bytes=args.host_memory,
         hardware=mg.HardwareSpec.from_name("h200"),

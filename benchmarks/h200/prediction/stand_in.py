@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import design
 import measure
 from kept import Kept, keep
+from made_up import MADE_UP
 from predict import predict
 
 # Layers, decode and prefill points, and rows at most.
@@ -29,6 +30,8 @@ BUDGETS = "--device cpu --gpu-memory 2GiB --host-memory 2GiB --profile-budget-s 
 def stand_in(raw: Path, folder: Path) -> None:
     """Measure into ``raw``, keep and predict in ``folder``."""
     measure.MODELS = MODELS
+    for name in MODELS:  # Half as wide numbers take a CPU longer.
+        MADE_UP[name] = MADE_UP[name] | {"dtype": "float32"}
     measure.CURVE_ROWS, measure.CURVE_CONTEXT = 32, 200
     measure.SLOPES = {"layers": 2, "B": 16, "context": 40, "omega": 0.4}
     measure.SLOPE_OPS = ("pre_attn", "copy_expert", "attn_cpu")

@@ -72,8 +72,8 @@ def _definition() -> list[str]:
         "",
         "Points are drawn at random: model, phase, B, b_a, b_e, ω, slots, and the lengths of rows. "
         "The profile knows nothing of them. Each runs several times, all of them once before any "
-        "runs again. The first step of a run, which finds the machine cold, is left out altogether; "
-        "of the others all but the first and the last count.",
+        "runs again. The first step of a run, which finds the machine cold, is left out; of the "
+        "others all but the first and the last count.",
         "",
         "**The time of a step is the median of the steps that count of the quickest run.** The "
         "machine is shared with others, whose work makes some runs slower and none faster. Beside "
@@ -147,7 +147,7 @@ def _ops(points: list[Data]) -> list[str]:
     return [
         "## Ops",
         "",
-        "Seconds of all tasks of an op in a step: predicted is the mean over the steps, measured "
+        "Over all points. Seconds of all tasks of an op in a step: predicted is the mean over the steps, measured "
         "the median, task by task. The error is the median over points, without and with its sign. "
         "Lanes run beside one another, so shares add up to more than 100%. Run to run: by how much "
         "the op's time differs between the runs of a point, in the median.",
@@ -281,7 +281,7 @@ def _slopes(slopes: Data | None) -> list[str]:
 def _failed(failed: list[Data]) -> list[str]:
     if not failed:
         return []
-    lines = [f"- {x['model']} {x['point']}: its run was ended for hanging" for x in failed]
+    lines = [f"- {x['model']} {x['point']}: a run hung or broke off" for x in failed]
     return ["## Points that failed", "", *lines, ""]
 
 
