@@ -148,7 +148,7 @@ def test_ops_are_judged_by_the_median_over_points(scripts):
 
     [good] = scripts.judge.by_op([of(1.02e-3, 0.1), of(0.97e-3, 0.1), of(3e-3, 0.1)])
     assert good["met"] and good["median"] == pytest.approx(0.03) and good["why"] == ""
-    assert good["share"] == pytest.approx(0.01)
+    assert good["share"] == pytest.approx(0.01) and good["of_step"] == pytest.approx(0.0002)
     [bad] = scripts.judge.by_op([of(0.5e-3, 0.7), of(0.6e-3, 0.7)])
     assert not bad["met"] and bad["signed"] == pytest.approx(-0.45)
     assert "from run to run itself" in bad["why"]

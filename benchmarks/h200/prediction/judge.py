@@ -75,8 +75,9 @@ def by_op(points: Iterable[Data]) -> list[Data]:
     -------
     list of dict
         ``op``, ``lane``, ``points``, ``share`` of a step (median), ``task_s`` of one measured task
-        (median), ``median`` of the errors without sign, ``signed`` median, ``spread`` of its time
-        from run to run (median, or None), ``met``, and ``why`` where it is not.
+        (median), ``median`` of the errors without sign, ``signed`` median, ``of_step``, the
+        same as a share of the step, ``spread`` of its time from run to run (median, or None),
+        ``met``, and ``why`` where it is not.
     """
     of: dict[str, list[Data]] = {}
     for row in op_errors(points):
@@ -93,6 +94,7 @@ def by_op(points: Iterable[Data]) -> list[Data]:
             "task_s": float(np.median([r["task_s"] for r in some])),
             "median": float(np.median(np.abs(errors))),
             "signed": float(np.median(errors)),
+            "of_step": float(np.median([r["error"] * r["share"] for r in some])),
             "spread": float(np.median(spreads)) if spreads else None,
         }
         row["met"] = row["median"] <= OP_MEDIAN

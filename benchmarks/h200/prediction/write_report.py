@@ -136,21 +136,24 @@ def _ops(points: list[Data]) -> list[str]:
             _time(r["task_s"]),
             _pct(r["median"]),
             _signed(r["signed"]),
+            f"{r['of_step']:+.2%}",
             "-" if r["spread"] is None else _pct(r["spread"]),
         ]
         for r in found
     ]
     columns = (
-        "op | lane | points | share of a step | a task | median error | with its sign | run to run"
+        "op | lane | points | share of a step | a task | median error | with its sign | "
+        "of a step | run to run"
     )
     missing = [f"- `{r['op']}`: {r['why']}" for r in found if not r["met"]]
     return [
         "## Ops",
         "",
-        "Over all points. Seconds of all tasks of an op in a step: predicted is the mean over the steps, measured "
-        "the median, task by task. The error is the median over points, without and with its sign. "
-        "Lanes run beside one another, so shares add up to more than 100%. Run to run: by how much "
-        "the op's time differs between the runs of a point, in the median.",
+        "Over all points. Seconds of all tasks of an op in a step: predicted is the mean over the "
+        "steps, measured the median, task by task. The error is the median over points, without "
+        "and with its sign, and with its sign as a share of the step. Lanes run beside one "
+        "another, so shares of a step add up to more than 100%. Run to run: by how much the op's "
+        "time differs between the runs of a point, in the median.",
         "",
         *table(columns, rows),
         "Those that miss 5%, and what the data show:" if missing else "None misses 5%.",
