@@ -10,8 +10,8 @@ import typer
 import moegen as mg
 from moegen.cli.console import print_json, say
 from moegen.cli.flags import Json, machine, naming, require_writable
+from moegen.cli.machine import require_profile
 from moegen.errors import InvalidInput
-from moegen.graph.profile_table import profiles
 
 
 def compare(
@@ -126,11 +126,8 @@ def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:
     if profile is not None and hw is not None:
         raise InvalidInput("--profile and --hw both say what to predict from: drop one")
     if profile is not None:
-        if profile not in profiles() and not Path(profile).is_file():
-            raise InvalidInput(
-                f"--profile: {profile!r} is no file, and none of {', '.join(profiles())}"
-            )
         with naming("--profile"):
+            require_profile(profile)
             # Who names a table for a run that may be of any machine means it.
             return mg.CostModel.from_profile(profile, allow_mismatch=True)
     return None if hw is None else mg.CostModel.roofline(machine(hw))

@@ -51,8 +51,7 @@ class MachineFlags:
 def measured(profile: str, hw: mg.HardwareSpec | None) -> tuple[mg.HardwareSpec, mg.CostModel]:
     """What a profile says of a machine, its own unless one is given."""
     with naming("--profile"):
-        if profile not in profiles() and not Path(profile).is_file():
-            raise InvalidInput(f"{profile!r} is no file, and none of {', '.join(profiles())}")
+        require_profile(profile)
         if hw is None:
             table = ProfileTable.from_name(profile) if profile in profiles() else None
             hw = (table or ProfileTable.load(profile)).machine
@@ -60,6 +59,12 @@ def measured(profile: str, hw: mg.HardwareSpec | None) -> tuple[mg.HardwareSpec,
             return hw, mg.CostModel.from_profile(profile, hw=hw)
         except InvalidInput as error:
             raise InvalidInput(_with_flags(str(error))) from error
+
+
+def require_profile(profile: str) -> None:
+    """Refuse what is neither a profile that ships with moegen nor a file."""
+    if profile not in profiles() and not Path(profile).is_file():
+        raise InvalidInput(f"{profile!r} is no file, and none of {', '.join(profiles())}")
 
 
 def _with_flags(text: str) -> str:
