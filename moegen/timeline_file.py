@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import moegen as mg
 from moegen.errors import InvalidInput, MoegenError
 from moegen.graph.io import from_dict as graph_from_dict
 from moegen.graph.io import read_task_id
+from moegen.graph.task import TaskGraph
 from moegen.timeline import Timeline
+
+if TYPE_CHECKING:
+    from moegen.sim.recorded import Recorded
 
 FORMAT = "moegen.timeline/1"
 
@@ -57,8 +60,7 @@ def from_dict(data: Mapping[str, Any]) -> Timeline:
             tokens_actual=[np.nan if x is None else x for x in data["tokens_actual"]],
             provenance=data["provenance"],
             meta=data["meta"],
-            # Through the package: this module is loaded where the simulator is not.
-            cost=None if cost is None else mg.CostModel.recorded(graph, cost),
+            cost=None if cost is None else _recorded(graph, cost),
         )
         if timeline.shapes and len(timeline.shapes) != len(timeline.steps):
             raise InvalidInput(
@@ -69,3 +71,10 @@ def from_dict(data: Mapping[str, Any]) -> Timeline:
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise InvalidInput(f"the timeline is damaged: {type(e).__name__}: {e}") from e
     return timeline
+
+
+def _recorded(graph: TaskGraph, data: Any) -> Recorded:
+    # Here alone: this module is loaded where the simulator is not (see pyproject.toml).
+    from moegen.sim.recorded import Recorded
+
+    return Recorded.from_dict(graph, data)

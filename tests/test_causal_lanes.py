@@ -137,8 +137,8 @@ def test_more_slots_as_predicted_and_as_executed(engine, graph, cost):
         for some in zip(*runs, strict=True)
     )
     changed = after / before
-    assert told.period_s / told.base_s == pytest.approx(changed, rel=0.5)
-    assert 0.2 < told.base_s / told.measured_s <= 1.1
+    assert 0.5 < told.period_s / told.base_s / changed < 2.0
+    assert 0.2 < told.base_s / told.measured_s <= 1.5
 
 
 def test_a_run_of_mixed_lengths_and_its_own_routing(engine):

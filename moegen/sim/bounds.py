@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moegen.errors import DeadlockError, GraphError
 from moegen.graph.task import EdgeKind, Lane, TaskGraph, TaskId
 from moegen.sim.cost import CostModel, checked_cost
-from moegen.sim.engine import in_steps
+from moegen.sim.estimates import in_steps
 from moegen.units import format_seconds
 
 

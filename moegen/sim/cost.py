@@ -16,7 +16,7 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.company import Company
 from moegen.graph.latencies import Latencies
-from moegen.graph.task import Task, TaskGraph, TaskId
+from moegen.graph.task import Task, TaskId
 from moegen.sim.capacities import NOTHING, InUse
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from moegen.sim.corrected import Corrected
     from moegen.sim.fixed import Fixed
     from moegen.sim.measured import Measured
-    from moegen.sim.recorded import Recorded
     from moegen.sim.roofline import Roofline
     from moegen.timeline import Timeline
 
@@ -276,25 +275,6 @@ class CostModel(ABC):
         from moegen.sim.fixed import Fixed
 
         return Fixed(durations, demands or {}, capacities or {}, duplex, provenance, company)
-
-    @staticmethod
-    def recorded(graph: TaskGraph, data: Mapping[str, Any]) -> Recorded:
-        """What the tasks of a saved run cost: the inverse of ``Recorded.to_dict``.
-
-        Parameters
-        ----------
-        graph : TaskGraph
-            What was run.
-        data : mapping
-
-        Raises
-        ------
-        InvalidInput
-            If the data are damaged.
-        """
-        from moegen.sim.recorded import Recorded
-
-        return Recorded.from_dict(graph, data)
 
 
 def checked_cost(cost: Any) -> CostModel:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from moegen.errors import DeadlockError, GraphError, InvalidInput
 from moegen.graph.task import TaskGraph
 from moegen.sim.cost import CostModel
-from moegen.sim.engine import count_steps, estimates
+from moegen.sim.estimates import count_steps, estimates
 
 # Points in a block: enough to make a call for each task worth it, few enough that the times of
 # neighbouring tasks stay in the processor's cache.

@@ -20,8 +20,8 @@ from moegen.sim.cost import Cost, CostModel
 class Recorded(CostModel):
     """The costs of a run's tasks, and the rule by which they shared the machine.
 
-    Made by :func:`moegen.simulate`, and by :meth:`CostModel.recorded` from a file. A step beyond
-    those of the run costs what the last one did.
+    Made by :func:`moegen.simulate`, and from a file with its timeline. A step beyond those of the
+    run costs what the last one did.
 
     Parameters
     ----------

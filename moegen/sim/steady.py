@@ -14,7 +14,7 @@ from moegen.graph.passes import with_slots
 from moegen.graph.task import EdgeKind, TaskGraph, TaskId
 from moegen.sim.cost import CostModel
 from moegen.sim.cycles import Cycle, critical_waits, greatest_ratio, on_every_cycle
-from moegen.sim.engine import estimates
+from moegen.sim.estimates import estimates
 from moegen.sim.maxplus import refuse_deadlock
 from moegen.units import format_seconds
 
