@@ -9,7 +9,7 @@ import typer
 
 import moegen as mg
 from moegen.cli.console import print_json, say
-from moegen.cli.flags import Json, machine, naming, require_writable
+from moegen.cli.flags import Json, machine, naming, require_apart, require_writable
 from moegen.errors import InvalidInput
 from moegen.graph.profile_table import profiles
 
@@ -74,8 +74,10 @@ def compare(
         moegen compare real.json --profile h200
         moegen compare predicted.json real.json --plot error.png --trace both.json
     """
-    for flag, path in (("--csv", csv), ("--plot", plot), ("--trace", trace)):
+    written = {"--csv": csv, "--plot": plot, "--trace": trace}
+    for flag, path in written.items():
         require_writable(flag, path)
+    require_apart(written, [*timelines, *(name for name in (profile, hw) if name)])
     cost = _cost(profile, hw)
     if len(timelines) > 2:
         raise InvalidInput(f"two timelines are compared, and {len(timelines)} files are given")
