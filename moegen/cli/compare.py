@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 import moegen as mg
-from moegen.cli.console import print_json, say
+from moegen.cli.console import print_json, say, warn
 from moegen.cli.flags import Json, machine, naming, require_apart, require_writable
+from moegen.cli.machine import other_dtypes
 from moegen.errors import InvalidInput
 from moegen.graph.profile_table import profiles
 
@@ -96,6 +97,7 @@ def compare(
         _require_picture(plot)
     predicted = _load(before[0]) if cost is None else cost
     measured = _load(real)
+    warn(other_dtypes(cost, [measured.graph.model]))
     result = mg.compare(predicted, measured)
     if as_json:
         print_json(result.to_dict())
