@@ -18,6 +18,7 @@ from moegen.sim.delays import (
     LEVELS,
     SHARE,
     STEPS,
+    check_delays,
     delay_of,
     delayed_ops,
     delayed_periods_s,
@@ -109,6 +110,7 @@ def causal(
     steps = whole(steps, "steps", at_least=_BEFORE + _BEHIND + 1)
     rounds = whole(rounds, "rounds", at_least=2)
     of = delayed_ops(g, ops)
+    check_delays(delay_s, of)
     simulate(g, checked_cost(cost))  # refused before anything is run
     delays = {op: delay_of(op, delay_s, n, 0.0) for op, (_, n) in of.items()}
     if not isinstance(delay_s, Real):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.files import write_json
-from moegen.graph.task import EdgeKind
+from moegen.graph.task import EdgeKind, Work
 from moegen.timeline import SOURCES, Timeline
+
+_WORK = tuple(f.name for f in fields(Work))
 
 
 def write_perfetto(
@@ -194,7 +196,7 @@ def _args(timeline: Timeline, i: int) -> dict[str, Any]:
         args["wait_us"] = float(timeline.start_s[i] - timeline.ready_s[i]) * 1e6
     args["provenance"] = timeline.provenance[i]
     if work is not None:
-        args |= {name: value for name, value in asdict(work).items() if value}
+        args |= {name: value for name in _WORK if (value := getattr(work, name))}
     if timeline.tokens_actual[i] == timeline.tokens_actual[i]:
         args["tokens_actual"] = float(timeline.tokens_actual[i])
     return args

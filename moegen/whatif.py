@@ -140,7 +140,11 @@ def what_ifs(
     """
     import pandas as pd
 
-    if isinstance(changes, Mapping) or not all(isinstance(c, Mapping) for c in changes):
+    if (
+        isinstance(changes, str)
+        or not isinstance(changes, Sequence)
+        or not all(isinstance(c, Mapping) for c in changes)
+    ):
         raise InvalidInput(
             f'changes must be a list of mappings, [{{"link": "x2"}}], got {changes!r}'
         )

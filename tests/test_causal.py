@@ -12,7 +12,7 @@ import moegen as mg
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 from moegen.sim.cost import CostModel
-from moegen.sim.delays import Delayed, with_delays
+from moegen.sim.delays import Delayed, fitted, with_delays
 from moegen.sim.maxplus import Compiled
 from moegen.timeline import Timeline
 
@@ -178,6 +178,17 @@ def test_the_picture_names_every_class(tmp_path):
     assert len(alone.get_legend().get_texts()) == 1
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_slopes_have_no_unit(scale):
+    """The same in picoseconds and in years; what is too short to be seen has none."""
+    cost = CostModel.fixed({"copy": 2.0 * scale, "use": 1.0 * scale})
+    slopes = mg.delay_slopes(overlap(), cost, delay_s=0.1 * scale)["slope"]
+    expected = mg.delay_slopes(overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0}), delay_s=0.1)
+    assert slopes.tolist() == pytest.approx(expected["slope"].tolist(), abs=1e-9)
+    assert fitted([0.0, 1e-300, 2e-300], [scale] * 3) == 0.0
+    assert fitted([0.0, 1e-300, 2e-300], [0.0, 2e-300, 4e-300]) == pytest.approx(2.0)
+
+
 def test_refusals():
     g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0})
     engine = SimulatedEngine(cost)
@@ -191,6 +202,10 @@ def test_refusals():
         mg.causal(None, g, cost)
     with pytest.raises(InvalidInput, match="the delay of copy must be a finite number above 0"):
         mg.causal(engine, g, cost, delay_s=0.0)
+    with pytest.raises(InvalidInput, match="there is a delay for 'cpy', but the ops are copy, use"):
+        mg.causal(engine, g, cost, delay_s={"cpy": 0.1})
+    with pytest.raises(InvalidInput, match="ops must be names of operations"):
+        mg.delay_slopes(g, cost, 3)
     with pytest.raises(GraphError, match="unrolled to 2 steps"):
         mg.delay_slopes(g.unroll(2), cost)
     assert engine.runs == 0

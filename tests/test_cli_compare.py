@@ -101,6 +101,11 @@ def test_files_for_tables_pictures_and_traces(files, capsys):
         (("other.json", "real.json"), "the timelines are of different graphs"),
         (("sim.json", "real.json", "--plot", "e.doc"), "--plot: e.doc is no kind of picture"),
         (("sim.json", "real.json", "--csv", "no/t.csv"), "--csv: no is no folder"),
+        (("sim.json", "real.json", "--csv", "./real.json"), "--csv: real.json is read: name"),
+        (
+            ("sim.json", "real.json", "--csv", "a.csv", "--trace", "a.csv"),
+            "--trace: --csv a.csv is written: name another file",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_said(files, capsys, monkeypatch, words, reason):

@@ -63,6 +63,25 @@ def test_simulate_takes_the_profiles_times_and_machine(capsys, mine):
     assert "Durations" not in out
 
 
+@pytest.mark.parametrize("command", ["simulate", "plan", "sweep"])
+def test_a_profile_of_another_dtype_is_told(capsys, tmp_path, command):
+    other = dataclasses.replace(ProfileTable.from_name("h200"), dtype="float32")
+    other.save(tmp_path / "float32.json")
+    line = f"{command} {POINT} --n 64 --prompt-len 64 --gen-len 8"
+    line += " --kv-slots 2,3" if command == "sweep" else ""
+    _, _, err = run(capsys, f"{line} --profile h200")
+    assert "dtype" not in err and "measured in" not in err
+    code, _, err = run(capsys, f"{line} --profile {tmp_path / 'float32.json'}")
+    assert code == 0 and "the profile was measured in float32 and mixtral-8x7b is bfloat16" in err
+    assert "moegen profile --dtype bfloat16" in err
+
+
+def test_two_files_of_one_name_are_refused(capsys, tmp_path):
+    file = tmp_path / "t.json"
+    code, _, err = run(capsys, f"simulate {POINT} --hw c2 --trace {file} --timeline {file}")
+    assert code == 2 and "is written: name another file" in err and not file.exists()
+
+
 def test_plan_and_sweep_take_them_too(capsys, mine):
     model, work = mg.ModelSpec.from_pretrained("mixtral-8x7b"), mg.Workload.uniform(100, 512, 256)
     own = Measured(ProfileTable.load(mine))

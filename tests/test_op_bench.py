@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,10 +15,10 @@ pytest.importorskip("transformers")
 from small_models import deepseek, mixtral  # noqa: E402
 
 import moegen as mg  # noqa: E402
-from moegen.exec import bulk  # noqa: E402
+from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
-from moegen.exec.op_points import strategy  # noqa: E402
+from moegen.exec.op_points import Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
 from moegen.graph.task import Lane  # noqa: E402
@@ -212,6 +215,30 @@ def test_its_memory_is_given_back(engine, bench, monkeypatch):
     with op_bench(decode(engine), engine.machinery, bench), pytest.raises(ZeroDivisionError):
         raise ZeroDivisionError
     assert len(closed) == 1
+
+
+def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monkeypatch):
+    """At once, not when cycles are looked for: two points' slots may be more than there is."""
+    alive, at_begin = [], []
+
+    @contextmanager
+    def watched(*args):
+        at_begin.append([ref for ref in alive if ref() is not None])
+        with op_bench(*args) as ops:
+            alive.append(weakref.ref(ops))
+            yield ops
+
+    points = [Point(decode(engine, rows), ("expert", "pre_attn"), "decode") for rows in (4, 8, 12)]
+    monkeypatch.setattr(table, "op_bench", watched)
+    monkeypatch.setattr(table, "points", lambda model: points)
+    gc.disable()
+    try:
+        until_s = time.perf_counter() + 60
+        found = list(table._timed(engine.machinery, engine.model, until_s, [], [], lambda: None))
+    finally:
+        gc.enable()
+    assert {t.task.id.op for t in found} == {"expert", "pre_attn"}
+    assert at_begin == [[], [], []]
 
 
 def test_the_run_before_says_how_long_one_waits(engine, bench):

@@ -269,4 +269,11 @@ def test_refusals():
         mg.uncertainty(g, cost, samples=0)
     with pytest.raises(InvalidInput, match="share of samples lies in"):
         mg.uncertainty(g, cost, samples=2).quantile(1.5)
+    with pytest.raises(InvalidInput, match=r"level .* lies in \[0, 1\], got 1.5"):
+        mg.uncertainty(g, cost, samples=2).interval_s(1.5)
+    with pytest.raises(InvalidInput, match="name 'low' is that of another column"):
+        mg.bands({1: g}, cost, samples=2, name="low")
+    with pytest.raises(InvalidInput, match="timelines must be measured runs, got None"):
+        mg.Spread.of(None)
+    assert [d.kind for d in mg.Spread().to_frame().dtypes] == ["f", "f"]
     assert "90% of 2 samples" in repr(mg.uncertainty(g, cost, samples=2))

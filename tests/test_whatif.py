@@ -275,11 +275,16 @@ def test_other_refusals():
         mg.what_if(RUN, fixed, link="x2")
     with pytest.raises(InvalidInput, match="there is no question"):
         mg.what_ifs(RUN, ROOF, [])
-    with pytest.raises(InvalidInput, match="changes must be a list of mappings"):
-        mg.what_ifs(RUN, ROOF, {"link": "x2"})
+    for changes in ({"link": "x2"}, None, "", [3], (c for c in [{"link": "x2"}])):
+        with pytest.raises(InvalidInput, match="changes must be a list of mappings"):
+            mg.what_ifs(RUN, ROOF, changes)
     with pytest.raises(InvalidInput, match="cost must be a CostModel"):
         mg.what_if(RUN, C2, link="x2")
     real = as_measured(mg.simulate(mg.build(mixtral(), S, kv_len=9), ROOF, steps=3))
-    for change, said in (({"omega": 2}, "lies in"), ({"kv_slots": "-2"}, "kv_slots must be")):
+    for change, said in (
+        ({"omega": 2}, "lies in"),
+        ({"kv_slots": "-2"}, "kv_slots must be"),
+        ({"B": "x1e9"}, "B must be at most"),
+    ):
         with pytest.raises(InvalidInput, match=said):
             mg.what_if(real, ROOF, **change)

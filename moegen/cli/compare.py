@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 import moegen as mg
-from moegen.cli.console import print_json, say
-from moegen.cli.flags import Json, machine, naming, require_writable
-from moegen.cli.machine import require_profile
+from moegen.cli.console import print_json, say, warn
+from moegen.cli.flags import Json, machine, naming, require_apart, require_writable
+from moegen.cli.machine import other_dtypes, require_profile
 from moegen.errors import InvalidInput
 
 
@@ -74,8 +74,10 @@ def compare(
         moegen compare real.json --profile h200
         moegen compare predicted.json real.json --plot error.png --trace both.json
     """
-    for flag, path in (("--csv", csv), ("--plot", plot), ("--trace", trace)):
+    written = {"--csv": csv, "--plot": plot, "--trace": trace}
+    for flag, path in written.items():
         require_writable(flag, path)
+    require_apart(written, [*timelines, *(name for name in (profile, hw) if name)])
     cost = _cost(profile, hw)
     if len(timelines) > 2:
         raise InvalidInput(f"two timelines are compared, and {len(timelines)} files are given")
@@ -94,6 +96,7 @@ def compare(
         _require_picture(plot)
     predicted = _load(before[0]) if cost is None else cost
     measured = _load(real)
+    warn(other_dtypes(cost, [measured.graph.model]))
     result = mg.compare(predicted, measured)
     if as_json:
         print_json(result.to_dict())

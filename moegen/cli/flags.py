@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -114,3 +114,14 @@ def require_writable(flag: str, path: Path | None) -> None:
     if path is not None:
         with naming(flag):
             jobs.require_writable(path)
+
+
+def require_apart(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
+    """Refuse to write over what a command reads, or to write two things to one file."""
+    taken = {Path(path).resolve(): f"{path} is read" for path in read}
+    for flag, path in written.items():
+        if path is None:
+            continue
+        if (place := path.resolve()) in taken:
+            raise InvalidInput(f"{flag}: {taken[place]}: name another file to write to")
+        taken[place] = f"{flag} {path} is written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 import moegen as mg
 from moegen.cli.flags import HERE, HW_HELP, machine, naming
 from moegen.errors import InvalidInput
-from moegen.graph.profile_table import ProfileTable, profiles
+from moegen.graph.profile_table import DTYPES, ProfileTable, profiles
 
 Profile = Annotated[
     str | None,
@@ -65,6 +66,20 @@ def require_profile(profile: str) -> None:
     """Refuse what is neither a profile that ships with moegen nor a file."""
     if profile not in profiles() and not Path(profile).is_file():
         raise InvalidInput(f"{profile!r} is no file, and none of {', '.join(profiles())}")
+
+
+def other_dtypes(cost: mg.CostModel | None, models: Iterable[mg.ModelSpec | None]) -> list[str]:
+    """What to know where a model's dtype is not the one that a profile was measured in."""
+    table: ProfileTable | None = getattr(cost, "table", None)
+    if table is None:
+        return []
+    return [
+        f"the profile was measured in {table.dtype} and {m.name} is {m.dtype}: its kernels take "
+        f"another time"
+        + (f". Measure that with moegen profile --dtype {m.dtype}" if m.dtype in DTYPES else "")
+        for m in models
+        if m is not None and m.dtype != table.dtype
+    ]
 
 
 def _with_flags(text: str) -> str:

@@ -10,7 +10,7 @@ import typer
 import moegen as mg
 from moegen import jobs
 from moegen.cli.console import print_json, say, warn
-from moegen.cli.flags import Device, DtypeName, Json, require_writable
+from moegen.cli.flags import Device, DtypeName, Json, require_apart, require_writable
 
 
 def profile(
@@ -56,6 +56,7 @@ def profile(
         moegen profile path/to/checkpoint --device cpu --seconds 60 -o cpu.json
     """
     require_writable("--output", output)
+    require_apart({"--output": output}, models or ())
     jobs.engine_class()  # says what to install, if that is missing
     notes: list[str] = []
     say("Measuring this machine: other programs on it make the numbers worse.")

@@ -15,7 +15,7 @@ import moegen as mg
 from moegen.cli.console import Bar, print_json, warn
 from moegen.cli.flags import HERE, Json, machine, naming, require_writable
 from moegen.cli.groups import WorkloadFlags, grouped
-from moegen.cli.machine import Profile, measured
+from moegen.cli.machine import Profile, measured, other_dtypes
 from moegen.errors import Infeasible, InvalidInput
 from moegen.parts import PARTS
 from moegen.units import format_bytes, format_seconds, parse_bytes
@@ -165,6 +165,7 @@ def sweep(
     warn(notes)
     given: dict[str, Any] = axes.given()
     machines, cost = _machines(hw, profile, given)
+    warn(other_dtypes(cost, models))
     if len(models) > 1:
         given["model"] = models
     if len(machines) > 1:

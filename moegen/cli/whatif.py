@@ -10,9 +10,9 @@ import typer
 import moegen as mg
 from moegen.cli import words
 from moegen.cli.console import print_json, warn
-from moegen.cli.flags import HERE, Hw, Json, Model, machine, require_writable
+from moegen.cli.flags import HERE, Hw, Json, Model, machine, require_apart, require_writable
 from moegen.cli.groups import StrategyFlags, WorkloadFlags, grouped
-from moegen.cli.machine import MachineFlags
+from moegen.cli.machine import MachineFlags, other_dtypes
 from moegen.errors import InvalidInput
 from moegen.units import format_seconds
 
@@ -128,7 +128,7 @@ def plan(
     spec, (machine_, cost) = mg.ModelSpec.from_pretrained(model), on.read()
     rows, notes = work.read(model, spec)
     flags, more = flags.within(rows.n)
-    warn(notes + more)
+    warn(notes + more + other_dtypes(cost, [spec]))
     found = mg.plan(spec, machine_, rows, cost, headroom=on.here, **flags.given())
     ledgers = {
         "prefill": mg.memory(
@@ -198,8 +198,10 @@ def simulate(
 
     require_writable("--trace", trace)
     require_writable("--timeline", timeline)
+    require_apart({"--trace": trace, "--timeline": timeline}, [on.profile] if on.profile else [])
     spec, s, rows = _point(flags, work, model)
     hardware, cost = on.read()
+    warn(other_dtypes(cost, [spec]))
     mg.memory(spec, hardware, s, rows).require()
     kv_len = (2 * rows.prompt_tokens + rows.gen_tokens) // (2 * rows.n)
     graph = mg.build(spec, s, phase="decode", kv_len=kv_len, schedule=flags.schedule)

@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,9 +165,12 @@ class OpBench:
             found.append(timed(tasks[0], spans, **more))
         return found
 
-    @cached_property
+    @property
     def _weights(self) -> list[tuple[Lane, Work]]:
-        """Copies of the largest weights that the graph copies, for its lane; none if none."""
+        """Copies of the largest weights that the graph copies, for its lane; none if none.
+
+        Not kept: what refers to itself would hold the buffers of a point while the next makes its.
+        """
         copied = [t for op in ("copy_expert", "copy_dense") for t in self.tasks(op)]
         return [(Lane.BULK, self.work(copied[:1]))] if copied else []
 

@@ -23,7 +23,14 @@ from moegen.exec.lanes import forget_gpu_memory
 from moegen.exec.loading import checked_device
 from moegen.exec.op_bench import Timed, op_bench
 from moegen.exec.op_curves import curves
-from moegen.exec.op_points import MOST_BYTES, MOST_CPU_BYTES, Agenda, points, profiled_layers
+from moegen.exec.op_points import (
+    MOST_BYTES,
+    MOST_CPU_BYTES,
+    Agenda,
+    Point,
+    points,
+    profiled_layers,
+)
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
 from moegen.exec.timing import Bench, Work
@@ -166,17 +173,13 @@ def _timed(
     heat, agenda = _heat(machinery), Agenda(points(model), until_s)
     with Bench(machinery.device) as bench:
         for point in agenda:
+            hot = heat if point.graph.phase == "prefill" else None
             try:
-                hot = heat if point.graph.phase == "prefill" else None
-                with op_bench(point.graph, machinery, bench, gather) as ops:
-                    records.append(ops.records)
-                    if hot is not None:
-                        bench.spans(Lane.GPU, hot, span_s=_HEATING_S)
-                    for op in point.ops:
-                        for timed in ops.time(op, _SPAN_S, hot):
-                            if timed.seconds > _LONGEST_S:
-                                agenda.too_large(point)
-                            yield timed
+                # In a function of its own: its buffers are gone before the next point makes some.
+                for timed in _of_point(point, machinery, bench, records, gather, hot):
+                    if timed.seconds > _LONGEST_S:
+                        agenda.too_large(point)
+                    yield timed
             except torch.OutOfMemoryError:
                 agenda.too_large(point)
                 notes.append(
@@ -189,6 +192,22 @@ def _timed(
             f"{model.name}: there was no time left for {len(agenda.late)} points ({grids}): the "
             f"roofline goes on from what was measured"
         )
+
+
+def _of_point(
+    point: Point,
+    machinery: Machinery,
+    bench: Bench,
+    records: list[Sequence[Times]],
+    gather: Work,
+    hot: Work | None,
+) -> Iterator[Timed]:
+    with op_bench(point.graph, machinery, bench, gather) as ops:
+        records.append(ops.records)
+        if hot is not None:
+            bench.spans(Lane.GPU, hot, span_s=_HEATING_S)
+        for op in point.ops:
+            yield from ops.time(op, _SPAN_S, hot)
 
 
 def _heat(machinery: Machinery) -> Work | None:

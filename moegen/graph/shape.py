@@ -22,7 +22,7 @@ from moegen.graph.model import Layer, ModelSpec, Phase
 from moegen.graph.task import NO_WORK, Layout, Task, TaskGraph, TaskId, Work
 
 # A damaged file may name any count, and each row takes memory.
-_MOST_ROWS = 2**26
+MOST_ROWS = 2**26
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _fold(values: Sequence[int]) -> list[list[int]]:
 
 def _unfold(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     rows = sum(whole(n, "a count of rows") for _, n in runs)
-    whole(rows, "the rows of a shape", at_most=_MOST_ROWS)
+    whole(rows, "the rows of a shape", at_most=MOST_ROWS)
     return tuple(v for v, n in runs for _ in range(n))
 
 

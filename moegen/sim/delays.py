@@ -74,6 +74,7 @@ def delay_slopes(
     import pandas as pd
 
     of = delayed_ops(g, ops)
+    check_delays(delay_s, of)
     period_s = simulate(g, cost, steps).period_s
     rows = []
     for op, (lane, tasks) in of.items():
@@ -106,6 +107,8 @@ def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[st
         return found
     if isinstance(ops, str):
         ops = [ops]
+    if not isinstance(ops, Collection):
+        raise InvalidInput(f'ops must be names of operations, such as ["expert"], got {ops!r}')
     for op in ops:
         if op not in found:
             raise InvalidInput(
@@ -117,6 +120,13 @@ def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[st
 def has_work(t: Task) -> bool:
     """Whether a task has something to do, as far as the graph knows."""
     return t.work is None or not t.work.empty
+
+
+def check_delays(given: float | Mapping[str, float] | None, ops: Collection[str]) -> None:
+    """Refuse a delay for an op that none is asked for: a name may be misspelt."""
+    for op in given if isinstance(given, Mapping) else ():
+        if op not in ops:
+            raise InvalidInput(f"there is a delay for {op!r}, but the ops are {', '.join(ops)}")
 
 
 def delay_of(
@@ -133,6 +143,9 @@ def delay_of(
 def fitted(delays_s: Sequence[float], periods_s: Sequence[float]) -> float:
     """Slope of the straight line of least squares."""
     x, y = np.array(delays_s, dtype=float), np.array(periods_s, dtype=float)
+    # In units of the longest: squares of very short delays would vanish.
+    unit = float(x.max())
+    x, y = x / unit, (y - y.min()) / unit
     x = x - x.mean()
     return float(x @ y / (x @ x))
 

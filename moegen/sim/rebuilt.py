@@ -9,7 +9,8 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.build import build
-from moegen.graph.shape import Shape
+from moegen.graph.checks import whole
+from moegen.graph.shape import MOST_ROWS, Shape
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import TaskGraph
 
@@ -51,7 +52,7 @@ def rebuilt(
     before = g.strategy.with_(B=g.layout.rows)
     s = change(before)
     slot_tokens = _slot_tokens(g, of)
-    rows = _rows(of.rows, s.B)
+    rows = _rows(of.rows, whole(s.B, "B", at_most=MOST_ROWS))
     of = _resized(of, rows, g)
     new = _build(g, s, of, slot_tokens)
     return new.bind(of), [_resized(shape, rows, g) for shape in shapes]

@@ -65,6 +65,8 @@ class Spread:
         InvalidInput
             If there is none, or one was not measured.
         """
+        if not isinstance(timelines, Iterable) and not isinstance(timelines, Timeline):
+            raise InvalidInput(f"timelines must be measured runs, got {timelines!r}")
         runs = [timelines] if isinstance(timelines, Timeline) else list(timelines)
         if not runs:
             raise InvalidInput("there is no timeline: the spread of none is not known")
@@ -115,7 +117,7 @@ class Spread:
 
         ops = dict.fromkeys((*self.each, *self.common))
         rows = [(op, self.each.get(op, 0.0), self.common.get(op, 0.0)) for op in ops]
-        return pd.DataFrame(rows, columns=["op", "each", "common"]).set_index("op")
+        return pd.DataFrame(rows, columns=["op", "each", "common"]).set_index("op").astype(float)
 
 
 @dataclass(frozen=True)

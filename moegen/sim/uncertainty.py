@@ -75,7 +75,8 @@ class Uncertainty:
         InvalidInput
             If ``level`` does not lie in [0, 1].
         """
-        level = number(level, "level", at_least=0)
+        if not 0 <= number(level, "level", at_least=0) <= 1:
+            raise InvalidInput(f"level is a share of the samples and lies in [0, 1], got {level!r}")
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def __repr__(self) -> str:
@@ -225,6 +226,9 @@ def bands(
     """
     import pandas as pd
 
+    columns = [name, "period_s", "tokens_per_s", "low", "high", "probability_best"]
+    if name in columns[1:]:
+        raise InvalidInput(f"name {name!r} is that of another column: choose another one")
     found = _candidates(graphs, cost, spread, options)
     probability = _best(found)
     rows = []
@@ -233,7 +237,6 @@ def bands(
         slow_s, fast_s = reversed(u.interval_s(level))
         rates = [tokens / s if s else np.inf for s in (u.predicted_s, slow_s, fast_s)]
         rows.append((candidate, u.predicted_s, *rates, probability[candidate]))
-    columns = [name, "period_s", "tokens_per_s", "low", "high", "probability_best"]
     return pd.DataFrame(rows, columns=columns)
 
 
