@@ -204,6 +204,8 @@ def test_refusals():
         mg.causal(engine, g, cost, delay_s=0.0)
     with pytest.raises(InvalidInput, match="there is a delay for 'cpy', but the ops are copy, use"):
         mg.causal(engine, g, cost, delay_s={"cpy": 0.1})
+    with pytest.raises(InvalidInput, match="no op is named: leave ops out for all of copy, use"):
+        mg.causal(engine, g, cost, [])
     with pytest.raises(InvalidInput, match="ops must be names of operations"):
         mg.delay_slopes(g, cost, 3)
     with pytest.raises(GraphError, match="unrolled to 2 steps"):

@@ -92,7 +92,7 @@ def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[st
     Raises
     ------
     InvalidInput
-        If an op is asked for that the graph has no such task of.
+        If an op is asked for that the graph has no such task of, or none is.
     GraphError
         If the graph is unrolled.
     """
@@ -109,6 +109,8 @@ def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[st
         ops = [ops]
     if not isinstance(ops, Collection):
         raise InvalidInput(f'ops must be names of operations, such as ["expert"], got {ops!r}')
+    if not ops:
+        raise InvalidInput(f"no op is named: leave ops out for all of {', '.join(found)}")
     for op in ops:
         if op not in found:
             raise InvalidInput(
