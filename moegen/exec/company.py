@@ -11,12 +11,11 @@ import torch
 
 from moegen.exec import rates
 from moegen.exec.attention import CpuDecode
-from moegen.exec.decode_attention import cpu_decode
+from moegen.exec.decode_attention import cpu_decode, usual_threads
 from moegen.exec.pinning import pinned_zeros
 from moegen.exec.timing import Bench, Work
 from moegen.exec.transfer import Transfer, transfer_for
 from moegen.graph.company import Company
-from moegen.graph.detect import cores
 from moegen.graph.task import Lane
 
 _SPAN_S = 0.2
@@ -60,11 +59,9 @@ def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
     The copy engine and the gather of KV rows use one link: what both together move, of what the
     copy engine moves alone, is the share of ``h2d`` beside ``zero_copy``.
     """
-    on_gpu = device.type == "cuda"
-    threads = max(1, cores() - 1) if on_gpu else torch.get_num_threads()
     with pinned_zeros(rates.LINK_BYTES, device) as (data, problem):
         transfer = transfer_for(device, pinned=problem is None)
-        with Bench(device) as bench, closing(cpu_decode(threads)) as decode:
+        with Bench(device) as bench, closing(cpu_decode(usual_threads(device))) as decode:
             busy = {x.resource: x for x in _works(data, device, dtype, transfer, decode)}
             return _pairs(bench, busy)
 

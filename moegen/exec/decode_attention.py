@@ -11,12 +11,14 @@ import os
 from contextlib import closing
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moegen.errors import InvalidInput, MachineError
 from moegen.exec.attention import DTYPES, CpuDecode, DecodeShape
 from moegen.exec.kernels import cpu_attention
 from moegen.exec.torch_attention import TorchDecode
+from moegen.graph.detect import cores
 
 #: Takes a variant by name: "torch", or one of the compiled ones ("AVX2", "portable").
 VARIABLE = "MOEGEN_CPU_ATTENTION"
@@ -87,6 +89,15 @@ class CompiledDecode(CpuDecode):
         if self._handle is None:
             raise MachineError("the CPU's attention was used after it was closed")
         return self._handle
+
+
+def usual_threads(device: torch.device) -> int:
+    """Threads of the CPU's attention beside the lanes of ``device``.
+
+    On CUDA one core is left to the thread that issues work; on CPU lanes attention takes as many
+    threads as torch's products do.
+    """
+    return max(1, cores() - 1) if device.type == "cuda" else torch.get_num_threads()
 
 
 def cpu_decode(threads: int, kind: str | None = None) -> CpuDecode:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from moegen.exec.decode_attention import cpu_decode
+from moegen.exec.decode_attention import cpu_decode, usual_threads
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
 from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
@@ -21,7 +21,6 @@ from moegen.exec.synthetic import run_synthetic
 from moegen.exec.weights import HostWeights, Progress
 from moegen.graph import host_memory
 from moegen.graph.checks import whole
-from moegen.graph.detect import cores
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.memory import Ledger
 from moegen.graph.model import ModelSpec
@@ -96,9 +95,7 @@ class Engine:
         self.notes = [*prepared.notes, *weights.notes]
         threads, on_gpu = prepared.threads, prepared.device.type == "cuda"
         if threads is None:
-            # On CUDA one core is left to the threads that issue work; on CPU lanes attention
-            # takes as many threads as torch's products do.
-            threads = max(1, cores() - 1) if on_gpu else torch.get_num_threads()
+            threads = usual_threads(prepared.device)
         decode = cpu_decode(threads)
         if decode.note is not None:
             self.notes.append(decode.note)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.exec.attention import CpuDecode, DecodeShape
-from moegen.exec.decode_attention import cpu_decode
+from moegen.exec.decode_attention import cpu_decode, usual_threads
 from moegen.exec.lanes import empty_host
 from moegen.exec.pinning import host_buffer, pinned_zeros
 from moegen.exec.timing import SPAN_S, Bench, Work, undisturbed
@@ -250,7 +250,7 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
     device = torch.device("cpu")
     by = f"torch's {torch.get_num_threads()} thread(s)"
     found: Found = {}
-    with Bench(device) as bench, closing(cpu_decode(torch.get_num_threads())) as decode:
+    with Bench(device) as bench, closing(cpu_decode(usual_threads(device))) as decode:
         found |= floors(bench)
         products = Products(dtype, device, 768, 1024)
         data = host_buffer(128 << 20)
@@ -330,7 +330,7 @@ def cuda_lanes(dtype: torch.dtype, device: torch.device) -> Found:
             f"a gather of KV rows of 128 tokens from {kind} memory",
         )
         del work
-        with closing(cpu_decode(max(1, cores() - 1))) as decode:
+        with closing(cpu_decode(usual_threads(device))) as decode:
             found |= cpu_attention(bench, dtype, decode)
     return found
 
