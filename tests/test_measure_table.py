@@ -100,10 +100,15 @@ def test_curves_say_of_which_model_and_where_they_hold(profiled):
     assert {op for c in table.curves for op in c.ops} == set(FEATURES_OF)
     for c in table.curves:
         of = [name for name in ("mixtral", "deepseek") if f"widths of {name}," in c.source]
-        assert len(of) == 1 and c.source.startswith("measured: ")
+        copies = c.source == "measured: the executor's copies of weights of mixtral, deepseek"
+        assert copies == (c.ops[0] in ("copy_dense", "copy_expert"))
+        assert copies or (len(of) == 1 and c.source.startswith("measured: "))
         assert c.spread is not None
-    sizes = next(c for c in table.curves if c.ops == ("copy_dense",)).axes["h2d_bytes"]
-    assert min(sizes) <= 1 << 14 and max(sizes) == 1 << 28
+    # Copies are alike, whichever model's weights they are of: one curve of all sizes.
+    for op in ("copy_dense", "copy_expert"):
+        (curve,) = (c for c in table.curves if c.ops == (op,))
+        sizes = curve.axes["h2d_bytes"]
+        assert min(sizes) <= 1 << 14 and max(sizes) == 1 << 24 and len(sizes) > 7
 
 
 def test_shares_are_those_of_all_pairs_that_meet(profiled):
@@ -124,7 +129,7 @@ def test_time_is_respected_and_each_op_measured_all_the_same(quick):
     """Without any time at all each op is measured at its smallest size, no op at any other."""
     notes: list[str] = []
     table = mg.profile(mixtral(), device="cpu", budget_s=0.01, notes=notes)
-    assert len(notes) == 1 and "prompts of 512" in notes[0]
+    assert len(notes) == 1 and "prompts" in notes[0]
     ops = {
         t.id.op for t in mg.build(mixtral(), mg.Strategy(B=4, b_a=2, b_e=8, omega=0.5), kv_len=8)
     }

@@ -18,7 +18,7 @@ import moegen as mg  # noqa: E402
 from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
-from moegen.exec.op_points import Point, strategy  # noqa: E402
+from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
 from moegen.graph.task import Lane  # noqa: E402
@@ -150,18 +150,6 @@ def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
             for t in found:
                 assert 0 < t.seconds < 1 and t.spread >= 0
                 assert 0 < t.issue_s < 1 and 0 <= t.turn_s < 1, op
-                assert t.crowded_s is None  # nothing was to be beside it
-
-
-def test_kernels_of_a_decode_step_are_timed_beside_zero_copy_too(engine, bench):
-    gathered = []
-    with op_bench(decode(engine), engine.machinery, bench, lambda: gathered.append(1)) as ops:
-        (pre_attn, *_), n = ops.time("pre_attn", SPAN_S), len(gathered)
-        assert pre_attn.crowded_s > 0 and n > 0
-        # Not what never has it beside it: weights, its own lane, and the CPU, which idles between.
-        for op in ("copy_dense", "fetch_kv", "append_kv", "attn_cpu"):
-            assert all(t.crowded_s is None for t in ops.time(op, SPAN_S)), op
-        assert len(gathered) == n
 
 
 def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
@@ -222,19 +210,18 @@ def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monke
     alive, at_begin = [], []
 
     @contextmanager
-    def watched(*args):
+    def watched(*args, **kwargs):
         at_begin.append([ref for ref in alive if ref() is not None])
-        with op_bench(*args) as ops:
+        with op_bench(*args, **kwargs) as ops:
             alive.append(weakref.ref(ops))
             yield ops
 
     points = [Point(decode(engine, rows), ("expert", "pre_attn"), "decode") for rows in (4, 8, 12)]
     monkeypatch.setattr(table, "op_bench", watched)
-    monkeypatch.setattr(table, "points", lambda model: points)
     gc.disable()
     try:
-        until_s = time.perf_counter() + 60
-        found = list(table._timed(engine.machinery, engine.model, until_s, [], [], lambda: None))
+        agenda = Agenda(points, time.perf_counter() + 60)
+        found = list(table._timed(engine.machinery, agenda, [], []))
     finally:
         gc.enable()
     assert {t.task.id.op for t in found} == {"expert", "pre_attn"}

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.cpu
 SOURCE = "measured: by hand"
 
 
-def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, crowded_s=None, **work):
+def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, **work):
     task = Task(TaskId(op, phase), Lane.GPU, work=Work(**work))
-    return Timed(task, seconds, spread, issue_s, turn_s, crowded_s)
+    return Timed(task, seconds, spread, issue_s, turn_s)
 
 
 def copy(nbytes, seconds, **more):
@@ -68,14 +68,6 @@ def test_waits_before_issuing_are_the_tasks_and_not_of_each_kernel():
         at("fetch_kv", n, turn_s=t, h2d_bytes=4 * n, launches=4) for n, t in ((1, 2.0), (2, 6.0))
     ]
     assert only(curves(some, SOURCE)).turn_s == 4.0
-
-
-def test_crowded_seconds_are_there_where_all_points_have_them():
-    some = [product(n, n, crowded_s=c) for n, c in ((1, 3.0), (2, 2.5), (3, 2.0))]
-    # More takes no less, in company too, and company does not help.
-    assert only(curves(some, SOURCE)).crowded == ((3.0,), (3.0,), (3.0,))
-    assert only(curves([*some, product(4, 4.0)], SOURCE)).crowded is None
-    assert only(curves([product(1, 1.0)], SOURCE)).crowded is None
 
 
 def test_seconds_of_several_copies_are_those_of_one():

@@ -7,7 +7,13 @@ from small_models import deepseek, mixtral
 
 import moegen as mg
 from moegen.exec import op_points
-from moegen.exec.op_points import Agenda, Point, points, profiled_layers
+from moegen.exec.op_points import (
+    Agenda,
+    Point,
+    decode_points,
+    prefill_points,
+    profiled_layers,
+)
 from moegen.graph.features import FEATURES_OF
 from moegen.graph.sound_waves import expert_group
 
@@ -29,9 +35,13 @@ SMALL = {
 }
 
 
-def found(model) -> dict[str, list[Point]]:
+def points(model, *, on_gpu):
+    return [*decode_points(model, on_gpu=on_gpu), *prefill_points(model, on_gpu=on_gpu)]
+
+
+def found(model, *, on_gpu=False) -> dict[str, list[Point]]:
     grids: dict[str, list[Point]] = {}
-    for p in points(model):
+    for p in points(model, on_gpu=on_gpu):
         grids.setdefault(p.grid, []).append(p)
     return grids
 
@@ -59,7 +69,7 @@ def test_a_small_model_is_taken_whole(name):
 
 @pytest.mark.parametrize("model", SMALL.values(), ids=list(SMALL))
 def test_every_op_of_a_step_is_timed_and_its_features_are_known(model):
-    timed = set().union(*(p.timed for p in points(model)))
+    timed = set().union(*(p.timed for p in points(model, on_gpu=False)))
     s = mg.Strategy(B=4, b_a=2, b_e=8, omega=0.5)
     for phase, length in (("decode", {"kv_len": 8}), ("prefill", {"prompt_len": 8})):
         for t in mg.build(model, s.with_(omega=0.5 * (phase == "decode")), phase, **length):
@@ -71,21 +81,46 @@ def test_every_op_of_a_step_is_timed_and_its_features_are_known(model):
                 assert {(op, "decode"), (op, "prefill")} & timed, op
 
 
-def test_grids_are_of_tokens_of_rows_and_context_and_of_prompts():
-    grids = found(mixtral())
-    rows = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
+def test_on_cpu_lanes_small_sizes_come_first():
+    grids = found(mixtral(max_position_embeddings=16384))
     # Each row has 16 tokens behind it and makes one; contexts count the new one.
-    assert [p.size for p in grids["decode"]] == [17 * n for n in rows]
-    # As many rows on the CPU as on the GPU.
-    assert [p.size for p in grids["attention"]] == [
-        2 * n * context for context in (64, 512, 1536) for n in (1, 8, 64, 256)
-    ]
-    assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 4096, 16384, 65536]
-    for prompt in (16, 128, 512):
-        assert [p.size for p in grids[f"prompts of {prompt}"]] == [512, 2048, 8192, 16384]
-    assert len(grids) == 6
+    assert [p.size for p in grids["decode"]] == [17 * n for n in (1, 16, 64, 256, 1024, 2048, 4096)]
+    # Three times as many rows on the GPU as on the CPU.
+    assert [p.size for p in grids["attention"]] == sorted(
+        4 * n * context for n in (1, 8, 32, 128) for context in (64, 512, 1536)
+    )
+    assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 8192, 65536, 65536]
+    assert [p.size for p in grids["prompts"]] == 3 * [512] + 3 * [2048] + 5 * [16384]
+    assert len(grids) == 4
     for p in grids["decode"]:
         assert p.graph.phase == "decode" and p.graph.shape.rows * 17 == p.size
+
+
+def test_beside_a_gpu_what_tells_most_comes_first():
+    grids = found(mixtral(), on_gpu=True)
+    assert [p.size for p in grids["prefill"]] == [65536, 65536, 8192, 1024, 256, 64]
+    # The very ends of rows and context, before what is between them.
+    four = grids["attention"][:4]
+    at = {(p.graph.shape.rows // 4, p.graph.shape.past[0] + 1) for p in four}
+    assert at == {(8, 64), (128, 64), (8, 1536), (128, 1536)}
+    for p in grids["attention"]:
+        on_gpu = {t.id.microbatch for t in p.graph if t.id.op == "attn_gpu" and t.id.layer == 0}
+        on_cpu = {t.work.rows for t in p.graph if t.id.op == "attn_cpu"}
+        assert (len(on_gpu), on_cpu) == (3, {p.graph.shape.rows // 4})
+
+
+def test_decode_steps_beside_a_gpu_have_kv_as_a_run_has():
+    """No more than some hundred tokens a row, and all together a few GB of the largest models."""
+    steps = found(mixtral(), on_gpu=True)["decode"]
+    rows, context = zip(*((p.graph.shape.rows, p.graph.shape.past[0]) for p in steps), strict=True)
+    assert rows == (1, 16, 64, 256, 1024, 2048, 4096)
+    assert context == (512, 512, 512, 512, 256, 128, 64)
+
+
+def test_products_of_busy_waves_are_of_two_sizes():
+    large = [p for p in found(mixtral(), on_gpu=True)["prefill"] if p.size == 65536]
+    launches = [max(t.work.launches for t in p.graph if t.id.op == "expert") for p in large]
+    assert launches[0] == 1 < launches[1]
 
 
 def test_experts_that_go_in_groups_are_timed_one_by_one_too():
@@ -93,8 +128,8 @@ def test_experts_that_go_in_groups_are_timed_one_by_one_too():
     assert expert_group(many) > 1
     single = found(many)["decode, single experts"]
     assert {op for p in single for op in p.ops} == {"copy_expert", "expert"}
-    groups = {t.work.launches for t in found(many)["decode"][3].graph if t.id.op == "expert"}
-    ones = {t.work.launches for t in single[3].graph if t.id.op == "expert"}
+    groups = {t.work.launches for t in found(many)["decode"][2].graph if t.id.op == "expert"}
+    ones = {t.work.launches for t in single[1].graph if t.id.op == "expert"}
     assert groups == {expert_group(many)} and ones == {1}
     assert expert_group(mixtral()) == 1 and "decode, single experts" not in found(mixtral())
 
@@ -102,8 +137,8 @@ def test_experts_that_go_in_groups_are_timed_one_by_one_too():
 def test_prompts_are_no_longer_than_the_models_context():
     long = found(mixtral(max_position_embeddings=4096))
     short = found(mixtral(max_position_embeddings=100))
-    assert "prompts of 2048" in long and "prompts of 8192" not in long
-    assert "prompts of 16" in short and "prompts of 128" not in short
+    lengths = [{p.graph.shape.new[0] for p in x["prompts"]} for x in (long, short)]
+    assert lengths == [{16, 128, 512, 2048}, {16}]
 
 
 def test_a_limit_of_weights_takes_fewer_layers_and_still_one_of_each_class():
@@ -143,9 +178,9 @@ def measured(agenda, clock, seconds):
 
 
 def test_with_time_enough_everything_is_measured(clock):
-    agenda = Agenda(points(mixtral()), 1e9)
+    agenda = Agenda(points(mixtral(), on_gpu=False), 1e9)
     taken = measured(agenda, clock, lambda n: 1.0)
-    assert sorted(map(id_of, taken)) == sorted(map(id_of, points(mixtral())))
+    assert sorted(map(id_of, taken)) == sorted(map(id_of, points(mixtral(), on_gpu=False)))
     assert agenda.late == []
 
 
@@ -155,15 +190,15 @@ def id_of(p):
 
 @pytest.mark.parametrize("model", SMALL.values(), ids=list(SMALL))
 def test_without_any_time_each_op_is_measured_once(clock, model):
-    agenda = Agenda(points(model), -1.0)
+    agenda = Agenda(points(model, on_gpu=False), -1.0)
     taken = measured(agenda, clock, lambda n: 1.0)
-    everything = set().union(*(p.timed for p in points(model)))
+    everything = set().union(*(p.timed for p in points(model, on_gpu=False)))
     assert set().union(*(p.timed for p in taken)) == everything
     # None of them without need, and none where a smaller one would have done.
     for i, p in enumerate(taken):
         assert not p.timed <= set().union(*(q.timed for q in taken[:i]))
     assert max(p.size for p in taken) <= 512
-    assert len(taken) + len(agenda.late) == len(list(points(model)))
+    assert len(taken) + len(agenda.late) == len(list(points(model, on_gpu=False)))
 
 
 @pytest.mark.parametrize("budget_s", [30.0, 100.0, 300.0])
@@ -173,7 +208,7 @@ def test_a_machine_that_is_slow_by_the_token_stays_within_its_time(clock, budget
     def seconds(tokens):
         return 0.2 + 0.01 * tokens
 
-    agenda = Agenda(points(mixtral()), budget_s)
+    agenda = Agenda(points(mixtral(), on_gpu=False), budget_s)
     taken = measured(agenda, clock, seconds)
     assert clock.now <= budget_s and agenda.late
     # What was left out would not have fitted the time that is still left.
@@ -182,7 +217,7 @@ def test_a_machine_that_is_slow_by_the_token_stays_within_its_time(clock, budget
     for p in taken:
         spent[p.grid] += seconds(p.size)
     if budget_s >= 100:
-        # Each of the six has its share, or what it lacks of it was too large to begin.
+        # Each of the four has its share, or what it lacks of it was too large to begin.
         assert all(s >= budget_s / 20 for s in spent.values())
 
 
@@ -200,11 +235,11 @@ def graphs(n):
 
 
 def test_a_grid_ends_where_an_op_takes_too_long_and_others_go_on(clock):
-    agenda, taken = Agenda(points(mixtral()), 1e9), []
+    agenda, taken = Agenda(points(mixtral(), on_gpu=False), 1e9), []
     for p in agenda:
         taken.append(p)
         if p.grid == "prefill" and p.size >= 1024:
             agenda.too_large(p)
     assert [p.size for p in taken if p.grid == "prefill"] == [64, 256, 1024]
-    assert [p.size for p in taken if p.grid == "prompts of 16"][-1] == 16384
+    assert [p.size for p in taken if p.grid == "prompts"][-1] == 16384
     assert agenda.late == []  # too large, not too late

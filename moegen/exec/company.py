@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -19,10 +19,12 @@ from moegen.graph.company import Company
 from moegen.graph.task import Lane
 
 _SPAN_S = 0.2
+# Of host memory that copies and gathers go through: with a GPU more than large caches hold.
+_LINK_BYTES = {"cuda": 2 << 30, "cpu": rates.LINK_BYTES}
 # Each work is long enough that a lane is at it all the time, whatever launching it takes.
 _BULK_BYTES = 64 << 20
 _GATHERED_TOKENS = 1024  # of each of 32 rows
-_SCATTERED_ROWS, _WIDTH = 16384, 2048
+_SCATTERED_ROWS, _WIDTH, _TOGETHER = 16384, 2048, 64  # rows of a prompt lie together
 _TOKENS = 2048  # of a product
 
 
@@ -46,7 +48,6 @@ PAIRS = (
     ("gpu", "h2d"),
     ("h2d", "gpu"),
     ("zero_copy", "gpu"),
-    ("gpu", "d2h"),
     ("d2h", "gpu"),
     ("gpu", "host_memory"),
     ("host_memory", "gpu"),
@@ -59,19 +60,11 @@ def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
     The copy engine and the gather of KV rows use one link: what both together move, of what the
     copy engine moves alone, is the share of ``h2d`` beside ``zero_copy``.
     """
-    with pinned_zeros(rates.LINK_BYTES, device) as (data, problem):
+    with pinned_zeros(_LINK_BYTES[device.type], device) as (data, problem):
         transfer = transfer_for(device, pinned=problem is None)
         with Bench(device) as bench, closing(cpu_decode(usual_threads(device))) as decode:
             busy = {x.resource: x for x in _works(data, device, dtype, transfer, decode)}
             return _pairs(bench, busy)
-
-
-@contextmanager
-def zero_copy(device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
-    """What keeps the KV lane at work: gathers of KV rows from host memory."""
-    with pinned_zeros(rates.LINK_BYTES, device) as (data, problem):
-        transfer = transfer_for(device, pinned=problem is None)
-        yield rates.gather(transfer, data, dtype, device, _gathered(device))[0]
 
 
 def _gathered(device: torch.device) -> int:
@@ -131,7 +124,8 @@ def _scatter(
     data: torch.Tensor, device: torch.device, dtype: torch.dtype, transfer: Transfer
 ) -> tuple[Work, int]:
     store = data.view(dtype)[: len(data) // dtype.itemsize // _WIDTH * _WIDTH].view(-1, _WIDTH)
-    rows = min(_SCATTERED_ROWS, len(store))
+    rows = min(_SCATTERED_ROWS, len(store)) // _TOGETHER * _TOGETHER
     new = rates.noise((rows, _WIDTH), dtype, device)
-    index = torch.randperm(len(store))[:rows].to(device)
+    firsts = torch.randperm(len(store) // _TOGETHER)[: rows // _TOGETHER] * _TOGETHER
+    index = (firsts[:, None] + torch.arange(_TOGETHER)).view(-1).to(device)
     return lambda: transfer.scatter(store, new, index), new.nbytes

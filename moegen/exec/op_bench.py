@@ -1,5 +1,5 @@
-"""Timing the ops of a graph by themselves: the kernels, buffers and streams of a run, one task
-at a time."""
+"""Timing the ops of a graph: within steps of it, and by themselves with the kernels, buffers and
+streams of a run, one task at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moegen.exec.in_step import InStep
 from moegen.exec.issue import Times
 from moegen.exec.program import Machinery, Program
 from moegen.exec.runner import Runner
@@ -20,15 +21,16 @@ from moegen.exec.timing import Bench, Work
 from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
 
-# The first step compiles kernels, the second finds every slot filled; then host code is timed.
-_PRIMING_STEPS = 3
+# The first step compiles kernels, the second finds every slot filled; then come those that count.
+_PRIMING_STEPS = 4
+_COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
 # KV that no cache holds, made up as several sets of rows.
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
 
 class Timed(NamedTuple):
-    """What a task took by itself.
+    """What a task took.
 
     Attributes
     ----------
@@ -43,9 +45,6 @@ class Timed(NamedTuple):
         What the issuing thread took to hand it over, in a run.
     turn_s : float
         What it took before, once it could: putting waits before it, binding its step.
-    crowded_s : float or None
-        The mean of the runs beside zero-copy kernels that are at work all the time; None where
-        none are ever beside it.
     """
 
     task: Task
@@ -53,17 +52,18 @@ class Timed(NamedTuple):
     spread: float
     issue_s: float = 0.0
     turn_s: float = 0.0
-    crowded_s: float | None = None
 
 
 def _idle() -> None:
     time.sleep(_IDLE_S)
 
 
-def timed(task: Task, spans: Sequence[float], **more: Any) -> Timed:
-    """What a task took, by the seconds of each of its runs."""
-    low, middle, high = np.quantile(spans, [0.16, 0.5, 0.84]).tolist()
-    return Timed(task, _mean(spans), (high - low) / 2 / max(middle, 1e-9), **more)
+def timed(task: Task, *ways: Sequence[float], **more: Any) -> Timed:
+    """What a task took, by the seconds of each of its runs, one way or several; these count alike,
+    however many runs each had."""
+    low, middle, high = np.quantile(np.concatenate(ways), [0.16, 0.5, 0.84]).tolist()
+    seconds = float(np.mean([_mean(spans) for spans in ways]))
+    return Timed(task, seconds, (high - low) / 2 / max(middle, 1e-9), **more)
 
 
 def _mean(spans: Sequence[float]) -> float:
@@ -75,8 +75,8 @@ def _mean(spans: Sequence[float]) -> float:
 class OpBench:
     """The tasks of a graph, each ready to be run over and over.
 
-    The graph has run before, so kernels are compiled and slots hold what they hold in a run.
-    Tokens are routed evenly, so that what a task works on is what the graph says.
+    The graph has run before, so kernels are compiled and slots hold what they hold in a run. Then
+    tokens are routed evenly, so that what a task works on is what the graph says.
 
     Parameters
     ----------
@@ -86,14 +86,15 @@ class OpBench:
         Its rows.
     bench : Bench
         The lanes to run on.
-    zero_copy : callable, optional
-        What keeps the KV lane at work where tasks are timed beside that.
+
+    Attributes
+    ----------
+    records : list of Times
+        Of the steps that ran and count.
     """
 
-    def __init__(
-        self, g: TaskGraph, made: MadeUp, bench: Bench, zero_copy: Work | None = None
-    ) -> None:
-        self.graph, self.bench, self._zero_copy = g, bench, zero_copy
+    def __init__(self, g: TaskGraph, made: MadeUp, bench: Bench) -> None:
+        self.graph, self.bench = g, bench
         steps: list[Step] = []
 
         def source(_: Program, index: int) -> Step | None:
@@ -105,7 +106,12 @@ class OpBench:
         self._program = made.program(source)
         records: dict[int, list[Times]] = {}
         Runner(g, self._program, made.machinery.device, on_records=records.__setitem__).run()
-        self.records = [t for index, times in records.items() if index > 1 for t in times]
+        self.records = [
+            t for index, times in records.items() if index >= _COUNTED_FROM for t in times
+        ]
+        # Lanes that share the cores hold each other up all the time.
+        on_gpu = made.machinery.device.type == "cuda"
+        self._in_step = InStep(g, self.records if on_gpu else [])
         self._step, self._index = steps[-1], _PRIMING_STEPS - 1
         self._others = made.steps()
         self._route_evenly()
@@ -123,47 +129,52 @@ class OpBench:
             return lambda: self._program.run(next(turn), self._index, next(steps))
         return lambda: self._program.run(next(turn), self._index, self._step)
 
-    def time(self, op: str, span_s: float, heat: Work | None = None) -> list[Timed]:
-        """Each kind of an op's tasks, timed for about ``span_s``, as a step finds them.
+    def time(self, op: str, span_s: float) -> list[Timed]:
+        """Each kind of an op's tasks, as a step finds them.
 
-        Tasks of one kind take turns: they read other weights each time. In decode weights are
-        copied all the time, so the kernels of other lanes are timed beside that, and beside KV
-        that is fetched as well: each kernel takes some 20 us more then, and who reads host memory
-        waits longer. The CPU has been idle before each run, for its threads sleep between layers.
-        In prefill ``heat`` is computed between runs: a GPU that has much to compute does so at a
-        lower clock.
+        Within the steps that ran, where that can be told (`InStep`); else for about ``span_s`` by
+        themselves, and copies of weights both ways, since in some steps they are slower than in
+        others. Tasks of one kind take turns then: they read other weights each time. In decode
+        weights are copied all the time, so the kernels of other lanes are timed beside that: each
+        takes some 20 us more. The CPU has been idle before each run, for its threads sleep
+        between layers.
 
         Parameters
         ----------
         op : str
         span_s : float
             Ten times as long for copies of weights, which everything waits for.
-        heat : callable, optional
         """
         kinds: dict[object, list[Task]] = {}
         for t in self.tasks(op):
             kinds.setdefault(t.work, []).append(t)
-        found = []
-        for tasks in kinds.values():
-            lane, between, beside = tasks[0].lane, None, []
-            if lane is Lane.CPU:
-                between = _idle
-            elif lane is Lane.GPU and heat is not None:
-                between = heat
-            elif self.graph.phase == "decode" and lane is not Lane.BULK and op != "fetch_kv":
+        return [
+            timed(tasks[0], *self._spans(tasks, span_s), **self._host_s(tasks))
+            for tasks in kinds.values()
+        ]
+
+    def _spans(self, tasks: Sequence[Task], span_s: float) -> list[list[float]]:
+        """Seconds of each run, by how they were found."""
+        found = [self._in_step.spans(tasks)]
+        if not found[0] or tasks[0].lane is Lane.BULK:
+            found.append(self._alone(tasks, span_s))
+        return [spans for spans in found if spans]
+
+    def _alone(self, tasks: Sequence[Task], span_s: float) -> list[float]:
+        lane, between, beside = tasks[0].lane, None, []
+        if lane is Lane.CPU:
+            between = _idle
+        elif self.graph.phase == "decode" and lane is not Lane.BULK:
+            if tasks[0].id.op != "fetch_kv":
                 beside = self._weights
-            work = self.work(tasks)
-            length_s = 10 * span_s if lane is Lane.BULK else span_s
-            spans = self.bench.spans(
-                lane, work, span_s=length_s, between=between, beside=beside, queued=True
-            )
-            more = self._host_s(tasks)
-            if beside and self._zero_copy is not None and lane is not Lane.KV:
-                beside = [*beside, (Lane.KV, self._zero_copy)]
-                crowded = self.bench.spans(lane, work, span_s=length_s, beside=beside, queued=True)
-                more["crowded_s"] = _mean(crowded)
-            found.append(timed(tasks[0], spans, **more))
-        return found
+        return self.bench.spans(
+            lane,
+            self.work(tasks),
+            span_s=10 * span_s if lane is Lane.BULK else span_s,
+            between=between,
+            beside=beside,
+            queued=True,
+        )
 
     @property
     def _weights(self) -> list[tuple[Lane, Work]]:
@@ -208,12 +219,16 @@ class OpBench:
 
 @contextmanager
 def op_bench(
-    g: TaskGraph, machinery: Machinery, bench: Bench, zero_copy: Work | None = None
+    g: TaskGraph, machinery: Machinery, bench: Bench, *, uncached: bool = True
 ) -> Iterator[OpBench]:
-    """An `OpBench` on made-up rows, whose memory is given back at the end."""
+    """An `OpBench` on made-up rows, whose memory is given back at the end.
+
+    ``uncached`` makes KV up as so many sets of rows that no cache holds them: for attention on
+    the CPU.
+    """
     assert g.shape is not None
     tokens = sum(g.shape.past) + g.shape.tokens
     nbytes = tokens * machinery.family.spec.kv_bytes_per_token
-    sets = min(_MOST_SETS, -(-_UNCACHED_BYTES // max(1, nbytes))) if g.phase == "decode" else 1
+    sets = min(_MOST_SETS, -(-_UNCACHED_BYTES // max(1, nbytes))) if uncached else 1
     with MadeUp(g, machinery, sets) as made:
-        yield OpBench(g, made, bench, zero_copy)
+        yield OpBench(g, made, bench)

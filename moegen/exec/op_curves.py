@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,11 +12,15 @@ from moegen.exec.op_bench import Timed
 from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 
-# What crosses the link does so alike in both phases. Computed is with other kernels in part, and
-# at another clock: prefill has a GPU busy all the time.
+# What the copy engine carries it carries alike in both phases. Computed is with other kernels in
+# part, and at another clock: prefill has a GPU busy all the time, which kernels that write host
+# memory wait for too.
 _BY_PHASE = frozenset(
-    {"embed", "pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine"}
-)
+    {
+        "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts", "shared_expert",
+        "dense_mlp", "expert", "combine",
+    }
+)  # fmt: skip
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
@@ -26,13 +29,12 @@ _At = tuple[float, ...]
 
 
 class _Value(NamedTuple):
-    """A point of a curve, NaN where it was not measured; see `moegen.graph.curve.Curve`."""
+    """A point of a curve; see `moegen.graph.curve.Curve`."""
 
     seconds: float
     spread: float
     issue_s: float
     turn_s: float
-    crowded_s: float
 
 
 _Found = dict[_At, _Value]
@@ -56,9 +58,7 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
-        by_op[op, phase][at].append(
-            _Value(t.seconds / n, t.spread, t.issue_s / n, t.turn_s, (t.crowded_s or math.nan) / n)
-        )
+        by_op[op, phase][at].append(_Value(t.seconds / n, t.spread, t.issue_s / n, t.turn_s))
     found = []
     for (op, phase), points in by_op.items():
         means = {at: _mean(several) for at, several in points.items()}
@@ -90,12 +90,11 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
 def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
-    seconds, spread, crowded = np.empty((3, *map(len, axes)))
+    seconds, spread = np.empty((2, *map(len, axes)))
     for at, value in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
-        seconds[place], spread[place], crowded[place] = value.seconds, value.spread, value.crowded_s
+        seconds[place], spread[place] = value.seconds, value.spread
     seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
-    crowded = np.maximum.accumulate(np.maximum(crowded, seconds), axis=0)
     return Curve(
         ops=(op,),
         axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},
@@ -105,7 +104,6 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         spread=tuple(spread.tolist()),
         issue_s=_median([value.issue_s for value in points.values()]),
         turn_s=_median([value.turn_s for value in points.values()]),
-        crowded=None if np.isnan(crowded).any() else tuple(crowded.tolist()),
     )
 
 

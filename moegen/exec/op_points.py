@@ -18,15 +18,32 @@ _DENSE_BYTES, MOST_BYTES = 128 << 20, 8 << 30
 # On CPU lanes all of them are computed by a few cores, and no cache holds their experts either.
 MOST_CPU_BYTES = 1 << 30
 # What an op's time depends on: tokens of matrix products, rows and context of attention.
-_DECODE_ROWS = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
-_DECODE_CONTEXT = 16
-_ATTENTION_ROWS = (1, 8, 64, 256)
-_ATTENTION_CONTEXTS = (64, 512, 1536)
-_WAVE_TOKENS = (64, 256, 1024, 4096, 16384, 65536)
+_DECODE_ROWS = (1, 16, 64, 256, 1024, 2048, 4096)
+_SINGLE_ROWS = (1, 64, 1024)
+# Tokens behind each row: with a GPU enough of all rows that the CPU's attention drives the
+# launching thread's code out of the caches, as in a run, and that its store is soon made up.
+_LEAST_CONTEXT, _MOST_CONTEXT, _ATTENDED_TOKENS = 16, 512, 1 << 18
+# By rows and contexts, what is far apart first, so that little time gives a wide grid.
+_ATTENTION = tuple(
+    (rows, context)
+    for several, contexts in (
+        ((8, 128), (64, 1536, 512)),
+        ((32, 1), (64, 1536, 512)),
+    )
+    for context in contexts
+    for rows in several
+)
+# Micro-batches of as many rows on the GPU: the first of a layer takes longer to hand over.
+_ON_GPU = 3
+# Tokens of a wave, and of a product: first what keeps a GPU busy all the time, for it computes
+# slower then.
+_WAVES = ((65536, 65536), (65536, 2048), (8192, 65536), (1024, 65536), (256, 65536), (64, 65536))
 _PROMPT = 64
 # Prompts of a micro-batch by length, and tokens of all of them.
-_ATTENDED = {n: (512, 2048, 8192, 16384) for n in (16, 128, 512)}
-_ATTENDED |= {n: (8192, 16384) for n in (2048, 8192)}
+_ATTENDED = (
+    (128, 16384), (2048, 16384), (16, 16384), (512, 16384), (128, 2048), (512, 2048), (16, 2048),
+    (8192, 16384), (128, 512), (512, 512), (16, 512),
+)  # fmt: skip
 
 PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")
 DECODE_OPS = (
@@ -34,8 +51,8 @@ DECODE_OPS = (
     "copy_dense", "copy_expert", "lm_head", "sample", "copy_tokens",
 )  # fmt: skip
 ATTENTION_OPS = ("fetch_kv", "attn_gpu", "attn_cpu")
-PREFILL_OPS = ("embed", "pre_attn", "append_kv", "post_attn", "route", "shared_expert",
-               "dense_mlp", "expert", "combine")  # fmt: skip
+PREFILL_OPS = ("embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
+               "shared_expert", "dense_mlp", "expert", "combine")  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -66,7 +83,7 @@ class Agenda:
     """The points to measure, as far as there is time.
 
     Grids share the time evenly: next comes the point after which its grid will have taken the
-    least, small sizes first, so that time that runs out is missed by all of them alike. A point
+    least, in the grid's order, so that time that runs out is missed by all of them alike. A point
     takes some time whatever its size, and more for each token: to make its rows and to run the
     whole graph. An op that no point has timed yet is worth its time in any case.
 
@@ -144,48 +161,67 @@ def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec
     return model.with_(n_layers=n)
 
 
-def strategy(model: ModelSpec, rows: int, part: int, omega: float, group: int) -> Strategy:
+def strategy(
+    model: ModelSpec, rows: int, part: int, omega: float, group: int, product: int = 65536
+) -> Strategy:
     """Nothing stays on the GPU, and a layer's experts have a slot each."""
     n = max(layer.n_experts for layer in model.layers)
     return Strategy(
         B=rows,
         b_a=part,
-        b_e=max(_WAVE_TOKENS),
+        b_e=product,
         s_expert=n * model.expert_bytes,
         omega=omega,
         expert_group=group,
     )
 
 
-def points(model: ModelSpec) -> Iterator[Point]:
-    """What to measure, grid by grid, small sizes first.
+def decode_points(model: ModelSpec, *, on_gpu: bool) -> Iterator[Point]:
+    """What to measure of decode steps, grid by grid.
 
     Parameters
     ----------
     model : ModelSpec
         Of few layers.
+    on_gpu : bool
+        Whether steps are as those of a run are, and what tells most comes first. On CPU lanes
+        rows have as little KV as can be, and what is small, which may be all there is time for,
+        comes first.
     """
+    found = _of_decode(model, on_gpu)
+    return found if on_gpu else iter(sorted(found, key=lambda point: point.size))
+
+
+def prefill_points(model: ModelSpec, *, on_gpu: bool) -> Iterator[Point]:
+    """What to measure of waves of prompts, grid by grid; otherwise as :func:`decode_points`."""
+    found = _of_prefill(model)
+    return found if on_gpu else iter(sorted(found, key=lambda point: point.size))
+
+
+def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
     group = expert_group(model)
     for rows in _DECODE_ROWS:
         s = strategy(model, rows, rows, 0.5 if rows > 1 else 0.0, group)
-        yield Point(build(model, s, kv_len=_DECODE_CONTEXT), DECODE_OPS, "decode")
+        context = min(_ATTENDED_TOKENS // rows, _MOST_CONTEXT) if on_gpu else _LEAST_CONTEXT
+        yield Point(build(model, s, kv_len=context), DECODE_OPS, "decode")
     if group > 1:  # one by one too
-        for rows in _DECODE_ROWS:
+        for rows in _SINGLE_ROWS:
             s = strategy(model, rows, rows, 0.5, 1)
-            g = build(model, s, kv_len=_DECODE_CONTEXT)
+            g = build(model, s, kv_len=_LEAST_CONTEXT)
             yield Point(g, ("copy_expert", "expert"), "decode, single experts")
-    for context in _ATTENTION_CONTEXTS:
-        for rows in _ATTENTION_ROWS:
-            s = strategy(model, 2 * rows, rows, 0.5, group)
-            yield Point(build(model, s, kv_len=context - 1), ATTENTION_OPS, "attention")
-    for tokens in _WAVE_TOKENS:
+    for rows, context in _ATTENTION:
+        s = strategy(model, (_ON_GPU + 1) * rows, rows, 1 / (_ON_GPU + 1), group)
+        yield Point(build(model, s, kv_len=context - 1), ATTENTION_OPS, "attention")
+
+
+def _of_prefill(model: ModelSpec) -> Iterator[Point]:
+    group = expert_group(model)
+    for tokens, product in _WAVES:
         rows, part = tokens // _PROMPT, max(1, min(tokens, PART_TOKENS) // _PROMPT)
-        s = strategy(model, rows, part, 0.0, group)
+        s = strategy(model, rows, part, 0.0, group, product)
         yield Point(build(model, s, "prefill", prompt_len=_PROMPT), PREFILL_OPS, "prefill")
-    for prompt, tokens_of in _ATTENDED.items():
-        if prompt > model.max_context:
-            break
-        for tokens in tokens_of:
+    for prompt, tokens in _ATTENDED:
+        if prompt <= model.max_context:
             s = strategy(model, tokens // prompt, tokens // prompt, 0.0, group)
             g = build(model, s, "prefill", prompt_len=prompt)
-            yield Point(g, ("attn_prefill",), f"prompts of {prompt}")
+            yield Point(g, ("attn_prefill",), "prompts")

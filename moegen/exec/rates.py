@@ -34,6 +34,7 @@ ROUNDS = 3
 _FLOOR_RUNS = 100
 LONGEST_S = 0.25  # of a product: beyond it the curve stays flat
 LINK_BYTES = 256 << 20  # of host memory, to copy from and to
+_PLACES = 64  # that gathers go to in turn
 _UNCACHED_BYTES = 96 << 20
 # Of KV: more than the caches of a server's processor hold.
 _UNCACHED_KV_BYTES = 1 << 30
@@ -204,15 +205,17 @@ def _attention(
 def gather(
     transfer: Transfer, store: Tensor, dtype: torch.dtype, device: torch.device, tokens: int = 128
 ) -> tuple[Work, int]:
-    """A fetch of 32 rows of KV from ``store``, bytes of host memory, and the bytes it moves."""
+    """A fetch of 32 rows of KV from ``store``, bytes of host memory, each time from other places
+    as far as there are some, and the bytes it moves."""
     width, rows = 1024, 32
     kv = store.view(dtype)[: len(store) // dtype.itemsize // width * width].view(-1, width)
     slot = torch.empty(rows * tokens, width, dtype=dtype, device=device)
     apart = len(kv) // rows
-    start = torch.arange(rows, device=device) * apart
+    first = torch.arange(rows, device=device) * apart
+    starts = itertools.cycle([first + k * tokens for k in range(min(apart // tokens, _PLACES))])
     to = torch.arange(rows, device=device) * tokens
     length = torch.full_like(to, tokens)
-    return lambda: transfer.gather(slot, kv, start, length, to), slot.nbytes
+    return lambda: transfer.gather(slot, kv, next(starts), length, to), slot.nbytes
 
 
 def host_stream(data: Tensor) -> Found:

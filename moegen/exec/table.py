@@ -15,7 +15,7 @@ import torch
 from moegen.errors import InvalidInput
 from moegen.exec import rates
 from moegen.exec.bulk import bulk_copies
-from moegen.exec.company import company, zero_copy
+from moegen.exec.company import company
 from moegen.exec.engine import Engine
 from moegen.exec.families import family_for
 from moegen.exec.issue import Times
@@ -28,12 +28,13 @@ from moegen.exec.op_points import (
     MOST_CPU_BYTES,
     Agenda,
     Point,
-    points,
+    decode_points,
+    prefill_points,
     profiled_layers,
 )
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
-from moegen.exec.timing import Bench, Work
+from moegen.exec.timing import Bench
 from moegen.exec.waits import latencies
 from moegen.graph.checks import number
 from moegen.graph.curve import Curve
@@ -62,14 +63,12 @@ _DEMO = {
 }
 #: Seconds that a profile takes at most, about.
 BUDGET_S = 110.0
+# Of a model's time, for decode steps. They come first: after waves of prompts a GPU is hot.
+_DECODE_SHARE = 0.55
 # What one measurement lasts, and what a task may take before larger ones are left out.
 _SPAN_S, _LONGEST_S = 0.015, 0.25
-# Before a wave's ops are timed the GPU computes for so long, and goes on to between them: under
-# full load its clock is lower, and waves load it fully.
-_HEATING_S = 0.2
-_STREAMED_BYTES = 1 << 30
-# For company and the quick rates.
-_REST_S = 15.0
+# For company.
+_REST_S = 8.0
 _PACKAGES = ("torch", "triton")
 
 Say = Callable[[str], None]
@@ -86,9 +85,10 @@ def measure_table(
 ) -> ProfileTable:
     """Measure this machine's kernels and copies at the widths of some models.
 
-    Every op is run by itself as an executor runs it, on the lane that it belongs to, over a grid
-    of tokens, of rows and context, or of bytes; then lanes beside one another. What takes longer
-    than a quarter of a second is not measured at larger sizes, which then follow the roofline.
+    Every op is timed over a grid of tokens, of rows and context, or of bytes: within steps that
+    an executor runs, where that can be told, else by itself as an executor runs it, on the lane
+    that it belongs to; then lanes beside one another. What takes longer than a quarter of a second
+    is not measured at larger sizes, which then follow the roofline.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ def measure_table(
     say("rates of the machine")
     machine = machine_profile(device, dtype, fresh=True, notes=notes)
     say("copies by size")
-    sizes = list(bulk_copies(device, _SPAN_S))
+    sizes = list(bulk_copies(device, _SPAN_S))  # copies are alike, whichever model's they are
     found: list[Curve] = []
     records: list[Sequence[Times]] = []
     last_s = began + budget_s - _REST_S
@@ -134,12 +134,27 @@ def measure_table(
         with Engine.random(
             model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
         ) as engine:
-            with zero_copy(device, dtype) as gather:
-                timed = [*sizes, *_timed(engine.machinery, model, until_s, notes, records, gather)]
+            on_gpu = device.type == "cuda"
+            decode_s = now + _DECODE_SHARE * (until_s - now)
+            agendas = [
+                Agenda(decode_points(model, on_gpu=on_gpu), decode_s),
+                Agenda(prefill_points(model, on_gpu=on_gpu), until_s),
+            ]
+            timed = [
+                t for agenda in agendas for t in _timed(engine.machinery, agenda, notes, records)
+            ]
             kind = engine.cpu_attention
         source = f"measured: the executor's kernels at the widths of {model.name}, {kind}"
-        found += curves(timed, source)
-        sizes = []  # in the first model's curves, with the sizes of its own weights
+        if late := [point for agenda in agendas for point in agenda.late]:
+            grids = ", ".join(dict.fromkeys(point.grid for point in late))
+            notes.append(
+                f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
+                f"roofline goes on from what was measured"
+            )
+        sizes += [t for t in timed if t.task.lane is Lane.BULK]
+        found += curves([t for t in timed if t.task.lane is not Lane.BULK], source)
+    names = ", ".join(model.name for model in parts)
+    found += curves(sizes, f"measured: the executor's copies of weights of {names}")
     say("lanes beside one another")
     beside = company(device, dtype)
     if device.type == "cuda":
@@ -163,20 +178,14 @@ def demo_widths() -> ModelSpec:
 
 
 def _timed(
-    machinery: Machinery,
-    model: ModelSpec,
-    until_s: float,
-    notes: list[str],
-    records: list[Sequence[Times]],
-    gather: Work,
+    machinery: Machinery, agenda: Agenda, notes: list[str], records: list[Sequence[Times]]
 ) -> Iterator[Timed]:
-    heat, agenda = _heat(machinery), Agenda(points(model), until_s)
+    model = machinery.family.spec
     with Bench(machinery.device) as bench:
         for point in agenda:
-            hot = heat if point.graph.phase == "prefill" else None
             try:
                 # In a function of its own: its buffers are gone before the next point makes some.
-                for timed in _of_point(point, machinery, bench, records, gather, hot):
+                for timed in _of_point(point, machinery, bench, records):
                     if timed.seconds > _LONGEST_S:
                         agenda.too_large(point)
                     yield timed
@@ -186,43 +195,15 @@ def _timed(
                     f"{model.name}: {point.grid} of {point.size} tokens does not fit the GPU's "
                     f"memory, and larger ones were left out"
                 )
-    if agenda.late:
-        grids = ", ".join(dict.fromkeys(p.grid for p in agenda.late))
-        notes.append(
-            f"{model.name}: there was no time left for {len(agenda.late)} points ({grids}): the "
-            f"roofline goes on from what was measured"
-        )
 
 
 def _of_point(
-    point: Point,
-    machinery: Machinery,
-    bench: Bench,
-    records: list[Sequence[Times]],
-    gather: Work,
-    hot: Work | None,
+    point: Point, machinery: Machinery, bench: Bench, records: list[Sequence[Times]]
 ) -> Iterator[Timed]:
-    with op_bench(point.graph, machinery, bench, gather) as ops:
+    with op_bench(point.graph, machinery, bench, uncached="attn_cpu" in point.ops) as ops:
         records.append(ops.records)
-        if hot is not None:
-            bench.spans(Lane.GPU, hot, span_s=_HEATING_S)
         for op in point.ops:
-            yield from ops.time(op, _SPAN_S, hot)
-
-
-def _heat(machinery: Machinery) -> Work | None:
-    """Products, and memory read and written for a fifth of the time, as in a wave that keeps the
-    GPU busy; none on CPU lanes."""
-    if machinery.device.type != "cuda":
-        return None
-    product = rates.Products(machinery.family.dtype, machinery.device, 4096, 14336).over(4096)
-    a, b = torch.zeros(2, _STREAMED_BYTES, dtype=torch.uint8, device=machinery.device)
-
-    def heat() -> None:
-        product()
-        b.copy_(a)
-
-    return heat
+            yield from ops.time(op, _SPAN_S)
 
 
 def _distinct(found: Sequence[Curve]) -> list[Curve]:

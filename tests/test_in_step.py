@@ -1,0 +1,82 @@
+"""What a step tells of its tasks: which of those that ran count."""
+
+from __future__ import annotations
+
+import pytest
+from small_models import mixtral
+
+import moegen as mg
+from moegen.exec.in_step import InStep
+from moegen.exec.issue import Times
+from moegen.graph.task import Lane
+
+MODEL = mixtral()
+
+
+@pytest.fixture(scope="module")
+def graph():
+    s = mg.Strategy(B=8, b_a=4, b_e=64, omega=0.5, s_expert=4 * MODEL.expert_bytes)
+    return mg.build(MODEL, s, kv_len=16)
+
+
+def first(g, op):
+    return next(t for t in g if t.id.op == op)
+
+
+def ran(task, start_s, seconds, *, issued_s=0.0, step=2):
+    """A task that was handed over from 0 to ``issued_s``."""
+    return Times(task.id._replace(step=step), start_s, start_s + seconds, 0.0, 0.0, issued_s)
+
+
+def test_a_kernel_counts_if_it_was_launched_before_its_turn_came(graph):
+    task = first(graph, "pre_attn")
+    times = [
+        ran(task, 1.0, 0.5, issued_s=1.0, step=2),
+        ran(task, 2.0, 0.7, issued_s=2.1, step=3),  # begun while it was being launched
+        ran(task, 3.0, 0.25, issued_s=2.9, step=4),
+    ]
+    assert InStep(graph, times).spans([task]) == [0.5, 0.25]
+    assert InStep(graph, times[:2]).spans([task]) == []  # of one nothing can be said
+
+
+def test_all_tasks_of_a_kind_count_and_empty_ones_do_not(graph):
+    a, b = [t for t in graph if t.id.op == "post_attn"][:2]
+    times = [ran(a, 1.0, 0.5), ran(b, 2.0, 0.25), ran(b, 3.0, 0.0)]
+    assert InStep(graph, times).spans([a, b]) == [0.5, 0.25]
+    assert InStep(graph, times).spans([first(graph, "route")]) == []
+
+
+@pytest.mark.parametrize("op", ["attn_cpu", "fetch_kv", "append_kv"])
+def test_copies_of_weights_count_where_host_memory_is_theirs(graph, op):
+    copy, other = first(graph, "copy_expert"), first(graph, op)
+    assert other.lane in (Lane.CPU, Lane.KV)
+    times = [
+        ran(copy, 0.0, 1.0, issued_s=0.5),  # handed over while it ran: it is one launch
+        ran(copy, 1.0, 2.0),  # beside the other for a twentieth of the time
+        ran(copy, 3.0, 1.25),
+        ran(copy, 5.0, 1.0),  # beside it for a hundredth
+        ran(other, 1.9, 0.1),
+        ran(other, 5.99, 0.3),
+        ran(other, 3.5, 0.0),  # had nothing to do
+    ]
+    assert InStep(graph, times).spans([copy]) == [1.0, 1.25, 1.0]
+
+
+def test_what_shares_the_link_or_waits_for_the_cpu_is_not_told(graph):
+    for op in ("fetch_kv", "attn_cpu"):
+        task = first(graph, op)
+        assert InStep(graph, [ran(task, 1.0, 0.5), ran(task, 2.0, 0.5)]).spans([task]) == []
+
+
+def test_experts_count_where_nearly_all_have_tokens(graph):
+    experts = [t for t in graph if t.id.op == "expert"]
+    n = len(experts)
+    all_work = [ran(t, float(i), 0.5) for i, t in enumerate(experts)]
+    assert InStep(graph, all_work).spans(experts) == [0.5] * n
+    idle = max(1, n // 5)
+    some = [ran(t, float(i), 0.5 * (i >= idle)) for i, t in enumerate(experts)]
+    assert InStep(graph, some).spans(experts) == []
+
+
+def test_of_no_steps_nothing_is_told(graph):
+    assert InStep(graph, []).spans([first(graph, "expert")]) == []
