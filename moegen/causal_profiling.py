@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +19,7 @@ from moegen.sim.delays import (
     SHARE,
     STEPS,
     check_delays,
+    checked_share,
     delay_of,
     delayed_ops,
     delayed_periods_s,
@@ -38,7 +39,7 @@ NOISE = 10
 _BEFORE, _BEHIND = 2, 1
 #: No delay at all would spare the executor what it takes to make one.
 TOUCH_S = 1e-9
-#: Slopes below this share of the tasks count as none.
+#: Slopes below this share of the tasks count as none, and such a difference as none too.
 NONE = 0.05
 #: Standard errors within which two slopes are the same.
 SURE = 2.0
@@ -58,6 +59,7 @@ def causal(
     delay_s: float | Mapping[str, float] | None = None,
     steps: int = STEPS,
     rounds: int = ROUNDS,
+    share: float = SHARE,
 ) -> pd.DataFrame:
     """Hold back every task of an op on its lane, op by op, and see what a step makes of it.
 
@@ -77,13 +79,16 @@ def causal(
     ops : collection of str, optional
         All of the graph's by default.
     delay_s : float or mapping of str to float, optional
-        Seconds before each task, by op. By default such that the delays of a class add up to 8%
-        of a step, or to ten times what a stretch differs from the next if that is more, as a
-        short run before shows; never to more than a step.
+        Seconds before each task, by op. By default such that the delays of a class add up to
+        ``share`` of a step, or to ten times what a stretch differs from the next if that is more,
+        as a short run before shows; never to more than a step.
     steps : int
         Of each stretch, at least 4; the first two and the last do not count.
     rounds : int
         At least 2: what differs between them is the noise.
+    share : float
+        Above 0 and at most 1; of ops that ``delay_s`` says nothing of. Long delays stand out of
+        the noise and use up slack that short ones leave; the simulator is asked about the same.
 
     Returns
     -------
@@ -91,10 +96,12 @@ def causal(
         One row an op, in the graph's order: ``op``, ``lane``, ``tasks`` of a step,
         ``delay_s`` (mean of the measured ones at the middle level), ``predicted_slope`` and
         ``measured_slope`` (seconds of a step for each second before every task: at most about
-        ``tasks``), ``se`` (standard error of the measured one), ``binds`` (the predicted slope
-        is at least half the tasks), ``agrees`` (same sign, or no further apart than two standard
-        errors; within noise of 0, or less than a twentieth of the tasks, is 0), and ``error``
-        (predicted / measured - 1).
+        ``tasks``), ``se`` (standard error of the measured one, from how repeated stretches
+        differ: those of this op, or those of the op in the middle if that is more, for a few say
+        little), ``binds`` (the predicted slope is at least half the tasks), ``agrees`` (no
+        further apart than two standard errors or a twentieth of the tasks, or of the same sign;
+        within two standard errors of 0, or less than a twentieth of the tasks, is 0), and
+        ``error`` (predicted / measured - 1).
 
     Raises
     ------
@@ -111,22 +118,23 @@ def causal(
     rounds = whole(rounds, "rounds", at_least=2)
     of = delayed_ops(g, ops)
     check_delays(delay_s, of)
+    share = checked_share(share)
     simulate(g, checked_cost(cost))  # refused before anything is run
     delays = {op: delay_of(op, delay_s, n, 0.0) for op, (_, n) in of.items()}
     if not isinstance(delay_s, Real):
-        added_s = _measurable_s(engine.execute(g, 2 * steps + _BEHIND), steps)
+        added_s = _measurable_s(engine.execute(g, 2 * steps + _BEHIND), steps, share)
         delays = {op: delay_of(op, delay_s, n, added_s) for op, (_, n) in of.items()}
     stretches = _stretches(list(of), rounds)
     plan = _Plan([(op, level * delays[op]) for op, level in stretches], steps)
     timeline = engine.execute(g, plan.n_steps, delays=plan)
     seen = _Seen(timeline, plan, stretches)
     found = {op: seen.of(op, n) for op, (_, n) in of.items()}
-    noise_s = _noise_s(found.values())
+    usual_s = _usual_noise_s(list(found.values()))
     rows = []
     for op, (lane, n) in of.items():
-        levels_s, measured, spread = found[op].levels_s, found[op].slope, found[op].spread
+        levels_s, measured = found[op].levels_s, found[op].slope
         predicted = fitted(levels_s, delayed_periods_s(g, cost, op, levels_s, steps))
-        se = noise_s / spread
+        se = max(found[op].noise_s, usual_s) / found[op].spread
         error = predicted / measured - 1 if measured else np.nan
         binds, agrees = predicted >= BINDS * n, _agree(predicted, measured, se, n)
         rows.append((op, lane, n, levels_s[1], predicted, measured, se, binds, agrees, error))
@@ -134,11 +142,11 @@ def causal(
     return pd.DataFrame(rows, columns=[*columns, "binds", "agrees", "error"])
 
 
-def _measurable_s(run: Timeline, steps: int) -> float:
+def _measurable_s(run: Timeline, steps: int, share: float) -> float:
     """Seconds that delays have to add to a step so that one can tell."""
     each_s = np.diff(run.step_end_s)[1:-1]
     noise_s = float(each_s.std(ddof=1)) / np.sqrt(steps - _BEFORE - _BEHIND)
-    return float(min(max(SHARE * each_s.mean(), NOISE * noise_s), each_s.mean()))
+    return float(min(max(share * each_s.mean(), NOISE * noise_s), each_s.mean()))
 
 
 @dataclass(frozen=True)
@@ -179,12 +187,14 @@ def _stretches(ops: Sequence[str], rounds: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """Of an op: mean delay before a task by level, slope, root of the delays' squares, errors."""
+    """Of an op: mean delay before a task by level, slope, and root of the delays' squares;
+    standard deviation of a stretch's period from how repeated ones differ, degrees of freedom."""
 
     levels_s: list[float]
     slope: float
     spread: float
-    errors_s: np.ndarray
+    noise_s: float
+    dof: int
 
 
 class _Seen:
@@ -211,19 +221,24 @@ class _Seen:
         squares = float((x**2).sum())
         slope = float((x * y).sum()) / squares
         left = y - slope * x
-        return _Found(levels_s, slope, squares**0.5, left - left.mean(axis=1, keepdims=True))
+        # Of what repeats: a step may not lengthen along a straight line.
+        left -= left.mean(axis=1, keepdims=True)
+        dof = (left.shape[0] - 1) * (left.shape[1] - 1)
+        return _Found(levels_s, slope, squares**0.5, float(np.sqrt((left**2).sum() / dof)), dof)
 
 
-def _noise_s(found: Iterable[_Found]) -> float:
-    """Standard deviation of a stretch's period, from how repeated ones differ."""
-    errors = [of.errors_s for of in found]
-    dof = sum((e.shape[0] - 1) * (e.shape[1] - 1) for e in errors)
-    return float(np.sqrt(sum((e**2).sum() for e in errors) / dof))
+def _usual_noise_s(found: Sequence[_Found]) -> float:
+    """Noise of the op in the middle: where others took the machine a while, one op is far off.
+
+    The median of chi-squared over its degrees of freedom is below 1 (Wilson and Hilferty, 1931).
+    """
+    middle = float(np.median([of.noise_s**2 for of in found]))
+    return float(np.sqrt(middle / (1 - 2 / (9 * found[0].dof)) ** 3))
 
 
 def _agree(predicted: float, measured: float, se: float, tasks: int) -> bool:
     none = NONE * tasks
-    if abs(predicted - measured) <= SURE * se:
+    if abs(predicted - measured) <= max(none, SURE * se):
         return True
     signs = [
         0 if abs(slope) <= limit else np.sign(slope)

@@ -9,6 +9,7 @@ from handmade import edge, random_durations, random_graph, task
 from small_models import mixtral
 
 import moegen as mg
+from moegen.causal_profiling import _agree, _Found, _usual_noise_s
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 from moegen.sim.cost import CostModel
@@ -90,10 +91,15 @@ def test_delays_of_a_built_graph_leave_out_what_has_nothing_to_do():
 
 
 class SimulatedEngine:
-    """Executes by Eq. 4, with each step's own delays, noise, and a clock that drifts."""
+    """Executes by Eq. 4, with each step's own delays, noise, and a clock that drifts.
 
-    def __init__(self, cost: CostModel, noise: float = 0.0, drift: float = 0.0) -> None:
-        self.cost, self.noise, self.drift = cost, noise, drift
+    In the steps of ``taken`` somebody else has half of the machine.
+    """
+
+    def __init__(
+        self, cost: CostModel, noise: float = 0.0, drift: float = 0.0, taken: range = range(0)
+    ) -> None:
+        self.cost, self.noise, self.drift, self.taken = cost, noise, drift, taken
         self.runs = 0
 
     def execute(self, g, steps=1, *, delays=None):
@@ -103,6 +109,7 @@ class SimulatedEngine:
         lasts = np.array([[self.cost.seconds(t) for t in g]] * steps)
         lasts *= 1 + self.noise * rng.standard_normal((steps, 1))
         lasts *= 1 + self.drift * np.arange(steps)[:, None]
+        lasts[[k for k in self.taken if k < steps]] *= 2
         # A sleep takes longer than it was told to.
         held = [[1.1 * s + 1e-4 if s else 0.0 for s in step] for step in held]
         ends = Compiled(g, steps).ends((lasts + held).ravel())
@@ -145,6 +152,63 @@ def test_drift_cancels_and_noise_is_told():
     noisy = noisy[::-1]
     off = (noisy[0]["measured_slope"] - [3.0, 0.0]).abs() / noisy[0]["se"]
     assert (off < 4).all() and (noisy[0]["se"] > 0.01).all()
+
+
+def test_an_op_that_others_disturb_is_unsure_and_the_rest_is_not():
+    """The last of the first round's stretches, of six steps each: with the longest delays."""
+    g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0, "more": 1.0})
+    # A third class, with slack as well, so that there is one in the middle.
+    more = [Task(TaskId("more", "decode", 0, k), Lane.ACT) for k in range(3)]
+    g = TaskGraph((*g.tasks, *more), g.edges)
+    quiet, loud = (
+        mg.causal(SimulatedEngine(cost, 0.002, taken=taken), g, cost, delay_s=0.2).set_index("op")
+        for taken in (range(0), range(48, 54))
+    )
+    assert loud.loc["more", "measured_slope"] > 2 and not loud.loc["more", "binds"]
+    assert loud.loc["more", "agrees"] and loud.loc["more", "se"] > 20 * quiet.loc["more", "se"]
+    assert loud.loc[["copy", "use"], "agrees"].all()
+    assert (loud.loc[["copy", "use"], "se"] < 3 * quiet.loc[["copy", "use"], "se"]).all()
+
+
+def test_noise_of_the_op_in_the_middle_is_that_of_all():
+    """Normal noise of 3, and of each op two degrees of freedom: none is known well alone."""
+    rng = np.random.default_rng(5)
+    noise = 3 * np.sqrt(rng.chisquare(2, 20_001) / 2)
+    assert _usual_noise_s([_Found([], 0.0, 1.0, x, 2) for x in noise]) == pytest.approx(3, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "se", "same"),
+    [
+        (2.0, 1.1, 0.01, True),
+        (2.0, -1.1, 0.01, False),
+        (0.0, 0.09, 0.01, True),  # less than a twentieth of two tasks
+        (0.0, 0.15, 0.01, False),
+        (0.0, 0.15, 0.08, True),  # within noise
+        (0.0, -1.3, 0.3, False),
+        (0.12, 0.08, 0.001, True),  # either side of a twentieth, and hardly apart
+        (0.12, 0.0, 0.001, False),
+        (0.3, 0.12, 0.001, True),
+    ],
+)
+def test_slopes_agree_in_sign_or_are_hardly_apart(predicted, measured, se, same):
+    assert _agree(predicted, measured, se, 2) is same
+
+
+def test_delays_add_up_to_the_share_that_is_asked_for():
+    g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0})
+    assert mg.delay_slopes(g, cost, share=0.25)["delay_s"].tolist() == pytest.approx([0.5] * 2)
+    # Kernels have 1 s of slack each, and 1.5 s and 3 s are more: as in the test by hand above.
+    df = mg.causal(SimulatedEngine(cost), g, cost, ["use"], share=0.75).set_index("op")
+    slept = [1.1 * level * 1.5 + 1e-4 for level in (1, 2)]
+    assert df.loc["use", "delay_s"] == pytest.approx(slept[0])
+    steps_s = [6.0, *(3 * (1 + s) for s in slept)]
+    by_hand = np.polyfit([0.0, *slept], steps_s, 1)[0]
+    for side in ("measured_slope", "predicted_slope"):
+        assert df.loc["use", side] == pytest.approx(by_hand, rel=1e-3)
+    # What is given counts, and a share for what is not.
+    both = mg.delay_slopes(g, cost, delay_s={"use": 0.1}, share=0.5)["delay_s"]
+    assert both.tolist() == pytest.approx([1.0, 0.1])
 
 
 def test_more_noise_asks_for_longer_delays():
@@ -202,6 +266,11 @@ def test_refusals():
         mg.causal(None, g, cost)
     with pytest.raises(InvalidInput, match="the delay of copy must be a finite number above 0"):
         mg.causal(engine, g, cost, delay_s=0.0)
+    for share, why in ((0, "above 0"), (1.5, "at most 1, got 1.5"), ("all", "finite number")):
+        with pytest.raises(InvalidInput, match=f"share .*{why}"):
+            mg.causal(engine, g, cost, share=share)
+        with pytest.raises(InvalidInput, match=f"share .*{why}"):
+            mg.delay_slopes(g, cost, share=share)
     with pytest.raises(InvalidInput, match="there is a delay for 'cpy', but the ops are copy, use"):
         mg.causal(engine, g, cost, delay_s={"cpy": 0.1})
     with pytest.raises(InvalidInput, match="no op is named: leave ops out for all of copy, use"):

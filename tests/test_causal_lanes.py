@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from tiny import tiny_mixtral  # noqa: E402
 
 import moegen as mg  # noqa: E402
-from moegen.exec.lanes import Clock, open_streams  # noqa: E402
+from moegen.exec.lanes import Clock, open_streams, prepare_delays  # noqa: E402
 from moegen.graph.task import Lane  # noqa: E402
 from moegen.sim.cost import CostModel  # noqa: E402
 
@@ -53,6 +53,26 @@ def test_a_run_says_how_long_its_delays_were(engine, graph):
     before, held, after = run.meta["delayed_s"]["pre_attn"]
     assert before == after == 0.0 and 4e-3 <= held < 0.1
     assert "delayed_s" not in engine.execute(graph, 2).meta
+
+
+def test_a_run_with_delays_is_prepared_for_them_before_its_lanes_open(engine, graph, monkeypatch):
+    from moegen.exec import runner
+
+    seen = []
+    opened = runner.open_streams
+    monkeypatch.setattr(runner, "prepare_delays", lambda device: seen.append(device.type))
+    monkeypatch.setattr(runner, "open_streams", lambda *a: seen.append("opened") or opened(*a))
+
+    class NotHeld:
+        def issue_s(self, task, index):
+            return 0.0
+
+        run_s = issue_s
+
+    engine.execute(graph, 1)
+    assert seen == ["opened"]
+    engine.execute(graph, 1, delays=NotHeld())
+    assert seen == ["opened", "cpu", "opened"]
 
 
 def test_a_class_that_binds_and_one_with_slack(engine, graph, cost):
@@ -108,9 +128,12 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
     try:
         for lane in there:  # what is first is slow
             copied(lane).synchronize()
+        prepare_delays(device)
         for seconds in (1e-3, 1e-4, 1e-2):
             began = streams[Lane.BULK].record()
+            called = time.perf_counter()
             streams[Lane.BULK].delay(seconds)
+            assert time.perf_counter() - called < 5e-3  # what it counts in is known
             held = streams[Lane.BULK].record()
             behind, beside = copied(Lane.BULK), copied(Lane.KV)
             for event in (behind, beside):

@@ -31,9 +31,12 @@ def scripts():
     import judge
     import kept
     import predict
+    import situations
     import write_report
 
-    yield SimpleNamespace(judge=judge, kept=kept, predict=predict, report=write_report)
+    yield SimpleNamespace(
+        judge=judge, kept=kept, predict=predict, situations=situations, report=write_report
+    )
     for path in paths:
         sys.path.remove(path)
 
@@ -165,6 +168,34 @@ def test_slopes_that_bind_are_held_to_a_fifth(scripts):
     ]
     s = scripts.judge.Slopes.of(rows)
     assert (s.classes, s.agree, s.binding, s.close) == (4, 3, 3, 1)
+    # Of several situations all count.
+    found = {"situations": [{"name": "a", "slopes": rows[:1]}, {"name": "b", "slopes": rows[1:]}]}
+    all_rows = scripts.judge.slope_rows(found)
+    assert [r["situation"] for r in all_rows] == ["a", "b", "b", "b"]
+    assert scripts.judge.Slopes.of(all_rows) == s
+
+
+def test_in_each_situation_other_things_bind(scripts):
+    """And every op that does something is held back in one of them."""
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=scripts.situations.LAYERS)
+    cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("h200"))
+    binding, held, working = {}, set(), set()
+    for situation in scripts.situations.SITUATIONS:
+        g = situation.graph(model)
+        ops = situation.held_back(g)
+        assert situation.ops is None or set(ops) == set(situation.ops)
+        df = mg.delay_slopes(g, cost, ops, share=situation.share)
+        binding[situation.name] = set(df["op"][df["binds"]])
+        held |= set(ops)
+        working |= {t.id.op for t in g if not t.work.empty}
+        copied = sum(t.work.h2d_bytes for t in g if t.id.op in ("copy_dense", "copy_expert"))
+        weights = sum(layer.weight_bytes for layer in model.layers)
+        assert copied == pytest.approx(0 if situation.kept else weights, rel=0.01)
+    assert held == working
+    assert binding["copied"] == {"copy_dense", "copy_expert"}
+    chain = {"pre_attn", "post_attn", "route", "copy_counts", "expert", "combine"}
+    assert binding["kept, CPU"] >= chain | {"send_qkv", "attn_cpu", "recv_attn"}
+    assert binding["kept, GPU"] >= chain | {"fetch_kv", "attn_gpu"}
 
 
 # The whole way, on CPU lanes.
@@ -255,7 +286,11 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
         "| 1. at least 24 held-out points | 5, of tiny and tiny-latent | **no**, 19 short |" in text
     )
     assert "- tiny decode-1-0: a run hung or broke off" in text
-    assert "| `attn_cpu` | CPU | 2 |" in text and "on CPU lanes" in text
+    assert "on CPU lanes" in text
+    for name, where in (("kept", "stay on the GPU"), ("copied", "are copied")):
+        assert f"- {name}: all weights {where}; B = 16, b_a = 64, 2 slots for KV, 40" in text
+        assert f"| {name} | `attn_cpu` | CPU | 2 |" in text
+    assert " of 5, in 2 situations | " in text
     # Where slopes were not come to, all else is there, and it says so.
     less = tmp_path / "less"
     shutil.copytree(made[1], less)

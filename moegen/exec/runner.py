@@ -18,7 +18,7 @@ import torch
 from moegen.errors import DeadlockError
 from moegen.exec import issue
 from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT, Times
-from moegen.exec.lanes import Clock, Stream, Worker, open_streams
+from moegen.exec.lanes import Clock, Stream, Worker, open_streams, prepare_delays
 from moegen.graph.task import Lane, TaskGraph
 
 # A Python thread may keep the interpreter for this long before another gets it: the one that
@@ -82,6 +82,8 @@ class Runner(Generic[StepT]):
         Exception
             Whatever the first failing task raised.
         """
+        if self.delays is not None:
+            prepare_delays(self.device)
         clock = Clock(self.device)
         self._origin_s = clock.origin
         issuer = self.issuer = Issuer(

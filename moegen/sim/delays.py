@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STEPS = 6
-#: What delays together add to a lane at the middle level, as a share of a step.
+#: What delays together add to a lane at the middle level, as a share of a step, unless asked for.
 SHARE = 0.08
 #: No delay is shorter: a sleep on a stream or in a thread has a floor.
 LEAST_S = 50e-6
@@ -36,6 +36,7 @@ def delay_slopes(
     ops: Collection[str] | None = None,
     delay_s: float | Mapping[str, float] | None = None,
     steps: int = STEPS,
+    share: float = SHARE,
 ) -> pd.DataFrame:
     """How much longer a step takes for each second by which every task of an op begins late.
 
@@ -53,9 +54,12 @@ def delay_slopes(
         All of the graph's by default.
     delay_s : float or mapping of str to float, optional
         Seconds before each task, by op: the slope is fitted to no delay, one and two of these. By
-        default such that the delays of a class add up to 8% of a step.
+        default such that the delays of a class add up to ``share`` of a step.
     steps : int
         Of each simulation; the period is the mean over those in its middle.
+    share : float
+        Above 0 and at most 1; of ops that ``delay_s`` says nothing of. Long delays use up slack
+        that short ones leave.
 
     Returns
     -------
@@ -75,10 +79,11 @@ def delay_slopes(
 
     of = delayed_ops(g, ops)
     check_delays(delay_s, of)
+    share = checked_share(share)
     period_s = simulate(g, cost, steps).period_s
     rows = []
     for op, (lane, tasks) in of.items():
-        d = delay_of(op, delay_s, tasks, SHARE * period_s)
+        d = delay_of(op, delay_s, tasks, share * period_s)
         levels = [level * d for level in LEVELS]
         slope = fitted(levels, delayed_periods_s(g, cost, op, levels, steps))
         rows.append((op, lane, tasks, d, slope, slope >= BINDS * tasks))
@@ -129,6 +134,14 @@ def check_delays(given: float | Mapping[str, float] | None, ops: Collection[str]
     for op in given if isinstance(given, Mapping) else ():
         if op not in ops:
             raise InvalidInput(f"there is a delay for {op!r}, but the ops are {', '.join(ops)}")
+
+
+def checked_share(share: float) -> float:
+    """What delays of a class add to a step, as a part of it."""
+    share = number(share, "share", above=0)
+    if share > 1:
+        raise InvalidInput(f"share is a part of a step, above 0 and at most 1, got {share:g}")
+    return share
 
 
 def delay_of(

@@ -1,4 +1,4 @@
-"""Predicted against measured in pictures: the time of a step, and the curve over ω."""
+"""Predicted against measured in pictures: the time of a step, the curve over ω, and delays."""
 
 from __future__ import annotations
 
@@ -114,6 +114,42 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
     right.spines[["top", "right"]].set_visible(False)
     right.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8.5, frameon=False)
     return left, right
+
+
+def slopes(found: Data, axes: Sequence[Axes] | None = None) -> list[Axes]:
+    """What delays do to a step, one situation below the other.
+
+    Parameters
+    ----------
+    found : dict
+        Of slopes.json, with at least one situation.
+    axes : sequence of matplotlib.axes.Axes, optional
+        Where to draw, one for each; a new figure by default.
+
+    Returns
+    -------
+    list of matplotlib.axes.Axes
+    """
+    import matplotlib.pyplot as plt
+
+    frames = {s["name"]: pd.DataFrame(s["slopes"]) for s in found["situations"]}
+    if axes is None:
+        heights = [1.3 + 0.3 * len(frame) for frame in frames.values()]
+        _, grid = plt.subplots(
+            len(frames),
+            figsize=(8.5, sum(heights)),
+            height_ratios=heights,
+            sharex=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        axes = list(grid[:, 0])
+    for ax, (name, frame) in zip(axes, frames.items(), strict=True):
+        mg.plot.causal(frame, ax)
+        ax.set_title(name, loc="right", fontsize=10)
+    for ax in axes[:-1]:
+        ax.set_xlabel("")
+    return list(axes)
 
 
 def _bands(left: Axes, right: Axes, points: Sequence[Data]) -> None:

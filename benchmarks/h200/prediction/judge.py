@@ -216,9 +216,17 @@ def regrets(points: Sequence[Data], curve: Sequence[Data]) -> list[Data]:
     return found
 
 
+def slope_rows(slopes: Data) -> list[Data]:
+    """The rows that `moegen.causal` gave of every situation, with its name as ``situation``."""
+    return [{"situation": s["name"], **row} for s in slopes["situations"] for row in s["slopes"]]
+
+
 @dataclass(frozen=True)
 class Slopes:
-    """Of injected delays: classes, agreeing in sign, binding, and within 20% of those."""
+    """Of injected delays: classes, agreeing in sign, binding, and within 20% of those.
+
+    A class counts in each situation.
+    """
 
     classes: int
     agree: int
@@ -227,7 +235,7 @@ class Slopes:
 
     @classmethod
     def of(cls, rows: Sequence[Data]) -> Slopes:
-        """From the rows that `moegen.causal` gave."""
+        """From the rows of one situation or more."""
         binding = [r for r in rows if r["binds"]]
         close = [r for r in binding if r["error"] is not None and abs(r["error"]) <= SLOPE]
         return cls(len(rows), sum(bool(r["agrees"]) for r in rows), len(binding), len(close))

@@ -24,8 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from design import Point, drawn, layer_bytes, omega_curve
+from design import Point, drawn, omega_curve
 from harness import machine, spec_of
+from situations import LAYERS, SITUATIONS
 
 import moegen as mg
 from moegen.exec.table import BUDGET_S
@@ -37,11 +38,8 @@ CURVE_ROWS, CURVE_CONTEXT = 1024, 640
 STEPS = 6
 # A point that takes longer hangs.
 HANGS_S = 60.0
-SLOPES = {"layers": 2, "B": 384, "context": 320, "omega": 0.4}
-SLOPE_OPS = (
-    "copy_dense", "copy_expert", "pre_attn", "send_qkv", "attn_cpu", "recv_attn", "fetch_kv",
-    "append_kv", "attn_gpu", "post_attn", "route", "copy_counts", "expert", "combine",
-)  # fmt: skip
+# Steps of a stretch with the same delays.
+STRETCH = 5
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -194,18 +192,19 @@ def _planned(args: argparse.Namespace, model: mg.ModelSpec) -> Point:
 def slopes(args: argparse.Namespace) -> None:
     """Delays injected class by class, and what the profile's simulator makes of them."""
     faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
-    model = spec_of(args.model).with_(n_layers=SLOPES["layers"])
-    s = mg.Strategy(
-        B=SLOPES["B"], b_a=64, b_e=8192, omega=SLOPES["omega"], s_expert=layer_bytes(model)
-    )
-    g = mg.build(model, s, kv_len=SLOPES["context"])
+    model = spec_of(args.model).with_(n_layers=LAYERS)
     cost = mg.CostModel.from_profile(args.out / "profile.json", allow_mismatch=True)
+    data: dict[str, Any] = {"model": args.model, "layers": LAYERS, "situations": []}
     with _engine(args, model) as engine:
-        engine.execute(g, 2)
-        frame = mg.causal(engine, g, cost, ops=SLOPE_OPS, steps=5)
-    _say(frame.to_string())
-    rows = json.loads(frame.to_json(orient="records"))
-    _write(args.out / "slopes.json", {"model": args.model, **SLOPES, "slopes": rows})
+        for situation in SITUATIONS:
+            g = situation.graph(model)
+            engine.execute(g, 2)
+            ops = situation.held_back(g)
+            frame = mg.causal(engine, g, cost, ops, steps=STRETCH, share=situation.share)
+            _say(f"{situation.name}\n{frame.to_string()}")
+            rows = json.loads(frame.to_json(orient="records"))
+            data["situations"].append(situation.to_dict(model) | {"slopes": rows})
+            _write(args.out / "slopes.json", data)
 
 
 def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:

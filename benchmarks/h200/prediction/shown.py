@@ -78,9 +78,10 @@ def _slopes(slopes: Data | None) -> list[Row]:
     what = ("3. slopes agree in sign for all classes", "3. within 20% for those that bind")
     if slopes is None:
         return [(name, "not measured", "**no**") for name in what]
-    s = Slopes.of(slopes["slopes"])
+    s = Slopes.of(judge.slope_rows(slopes))
+    where = f", in {len(slopes['situations'])} situations"
     return [
-        (what[0], f"{s.agree} of {s.classes}", _at_least(s.agree, s.classes)),
+        (what[0], f"{s.agree} of {s.classes}{where}", _at_least(s.agree, s.classes)),
         (what[1], f"{s.close} of {s.binding}", _at_least(s.close, s.binding)),
     ]
 

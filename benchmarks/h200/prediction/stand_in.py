@@ -21,6 +21,7 @@ import measure
 from kept import Kept, keep
 from made_up import MADE_UP
 from predict import predict
+from situations import Situation
 
 # Layers, decode and prefill points, and rows at most.
 MODELS = {"tiny": (2, 2, 1, 96), "tiny-latent": (2, 2, 1, 96)}
@@ -33,8 +34,11 @@ def stand_in(raw: Path, folder: Path) -> None:
     for name in MODELS:  # Half as wide numbers take a CPU longer.
         MADE_UP[name] = MADE_UP[name] | {"dtype": "float32"}
     measure.CURVE_ROWS, measure.CURVE_CONTEXT = 32, 200
-    measure.SLOPES = {"layers": 2, "B": 16, "context": 40, "omega": 0.4}
-    measure.SLOPE_OPS = ("pre_attn", "copy_expert", "attn_cpu")
+    small = {"rows": 16, "context": 40, "omega": 0.4, "share": 0.5}
+    measure.SITUATIONS = (
+        Situation("kept", **small, kept=True, ops=("pre_attn", "attn_cpu")),
+        Situation("copied", **small, kept=False, ops=("pre_attn", "copy_expert", "attn_cpu")),
+    )
     design.KV_BYTES, design.SLOT_BYTES = 1e7, 1e6
     design.PREFILL_TOKENS, design.PROMPT = (256, 1024), (16, 64)
     stages = [

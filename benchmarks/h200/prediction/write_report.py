@@ -252,6 +252,7 @@ def _slopes(slopes: Data | None) -> list[str]:
         return [*head, "They have not been measured.", ""]
     rows = [
         [
+            r["situation"],
             f"`{r['op']}`",
             r["lane"],
             str(r["tasks"]),
@@ -263,22 +264,36 @@ def _slopes(slopes: Data | None) -> list[str]:
             "yes" if r["agrees"] else "**no**",
             _signed(r["error"]) if r["binds"] and r["error"] is not None else "-",
         ]
-        for r in slopes["slopes"]
+        for r in judge.slope_rows(slopes)
     ]
     columns = (
-        "op | lane | tasks | delay of each | predicted slope | measured | standard error | binds | "
-        "agree in sign | error where it binds"
+        "situation | op | lane | tasks | delay of each | predicted slope | measured | "
+        "standard error | binds | agree in sign | error where it binds"
     )
     return [
         *head,
         f"All tasks of an op are held back, op by op, of {slopes['layers']} layers of "
-        f"{slopes['model']} at B = {slopes['B']:,}, {slopes['context']:,} tokens of context, "
-        f"ω = {slopes['omega']:g}. The slope is how many seconds a step is longer for each second "
-        f"of delay before every task; an op binds if it is predicted to be at least half its "
-        f"tasks.",
+        f"{slopes['model']}, in situations in which other things bind:",
+        "",
+        *(_situation(s) for s in slopes["situations"]),
+        "",
+        "The slope is how many seconds a step is longer for each second of delay before every "
+        "task; an op binds if it is predicted to be at least half its tasks. The standard error "
+        "is from how repeated stretches of steps differ.",
         "",
         *table(columns, rows),
     ]
+
+
+def _situation(of: Data) -> str:
+    s = of["strategy"]
+    weights = "all weights stay on the GPU" if of["kept"] else "all weights are copied"
+    slots = f"{s['kv_slots']} slot{'s' * (s['kv_slots'] > 1)} for KV"
+    return (
+        f"- {of['name']}: {weights}; B = {s['B']:,}, b_a = {s['b_a']}, {slots}, "
+        f"{of['context']:,} tokens of context, ω = {s['omega']:g}; delays of an op add "
+        f"{of['share']:.0%} to a step, and twice that."
+    )
 
 
 def _failed(failed: list[Data]) -> list[str]:
