@@ -20,10 +20,19 @@ from moegen.timeline import Timeline
 S = mg.Strategy(B=64, b_a=16, b_e=4096, s_expert=0, omega=0.25)
 
 
+def all_of(curve, seconds):
+    """The same at every point of a curve."""
+
+    def filled(grid):
+        return tuple(map(filled, grid)) if isinstance(grid, tuple) else seconds
+
+    return filled(curve.seconds)
+
+
 def issued() -> Measured:
     """The table of the H200, as if handing a task over had been timed too."""
     table = ProfileTable.from_name("h200")
-    curves = tuple(replace(curve, issue_s=8e-5) for curve in table.curves)
+    curves = tuple(replace(curve, issue_s=all_of(curve, 8e-5)) for curve in table.curves)
     waits = Latencies(gpu_to_host_s=3e-5, cpu_to_host_s=5e-5, gpu_to_cpu_s=4e-5)
     company = (
         Company("h2d", "host_memory", 0.85, "made up"),
@@ -153,5 +162,5 @@ def test_a_prediction_that_came_true_has_no_error(cost, B, omega, resident):
 
 def slow_thread() -> Measured:
     table = ProfileTable.from_name("h200")
-    curves = tuple(replace(curve, issue_s=2e-4) for curve in table.curves)
+    curves = tuple(replace(curve, issue_s=all_of(curve, 2e-4)) for curve in table.curves)
     return Measured(replace(table, curves=curves, latencies=Latencies(3e-5, 5e-5, 4e-5)))

@@ -346,6 +346,26 @@ def test_spread_is_read_as_seconds_are_and_changes_none():
 # -- features ----------------------------------------------------------------------------
 
 
+def test_what_handing_over_takes_is_read_as_seconds_are():
+    """Beyond the grid as at its end, but for what is launched more often."""
+    copies = dataclasses.replace(COPY, issue_s=(1, 3, 10), turn_s=(0, 2, 2))
+    experts = dataclasses.replace(
+        EXPERT, issue_s=(((1, 4), (1, 4)), ((2, 8), (2, 8))), turn_s=(((5, 5), (5, 5)),) * 2
+    )
+    model = Measured(table(copies, experts))
+
+    def taken(t):
+        cost = model.estimate(t)
+        return cost.issue_s, cost.turn_s
+
+    assert taken(copied(20)) == (2, 1)
+    assert taken(copied(5)) == (1, 0) and taken(copied(1000)) == (10, 2)
+    assert taken(copied(60, launches=3)) == (6, 1)  # three of 20 bytes, handed over as one task
+    assert taken(product(6, 10)) == (1.5, 5)
+    assert taken(product(32, 10, launches=8)) == (8, 5)  # twice as often as four, of as many
+    assert taken(attended(10, 4)) == (0, 0)  # nobody timed that
+
+
 def test_every_op_has_features_and_built_graphs_have_their_values():
     assert list(FEATURES_OF) == list(OPS)
     for name in ("mixtral-8x7b", "deepseek-v2-lite", "qwen1.5-moe-a2.7b"):

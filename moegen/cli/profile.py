@@ -40,14 +40,15 @@ def profile(
         typer.Option(
             "--seconds", min=10, metavar="N", help="It may take so long; the rest is left out."
         ),
-    ] = 110,
+    ] = 114,
     as_json: Json = False,
 ) -> None:
     """Measure this machine: kernels and copies by size, and lanes beside one another.
 
-    In under two minutes it runs every operation by itself, as `moegen run` runs it, on a few
-    made-up layers of each MODEL. moegen plan, simulate, sweep and compare take the file as
-    --profile: they rest on what was measured, beyond it on rates, and say so.
+    In under two minutes it runs steps of a few made-up layers of each MODEL, as `moegen run` runs
+    them, and by itself every operation that steps cannot tell. moegen plan, simulate, sweep and
+    compare take the file as --profile: they rest on what was measured, beyond it on rates, and say
+    so.
 
     Examples::
 

@@ -25,6 +25,7 @@ _LINK_BYTES = {"cuda": 2 << 30, "cpu": rates.LINK_BYTES}
 _BULK_BYTES = 64 << 20
 _GATHERED_TOKENS = 1024  # of each of 32 rows
 _SCATTERED_ROWS, _WIDTH, _TOGETHER = 16384, 2048, 64  # rows of a prompt lie together
+_ROWS_A_THREAD = {"cuda": 32, "cpu": 16}  # of the CPU's attention
 _TOKENS = 2048  # of a product
 
 
@@ -106,7 +107,7 @@ def _works(
     yield _Busy(Lane.KV, work, nbytes, "zero_copy")
     work, nbytes = _scatter(data, device, dtype, transfer)
     yield _Busy(Lane.ACT, work, nbytes, "d2h")
-    attend, nbytes = rates.grouped(max(32, 8 * decode.threads), dtype, decode)
+    attend, nbytes = rates.grouped(_ROWS_A_THREAD[device.type] * decode.threads, dtype, decode)
     yield _Busy(Lane.CPU, attend, nbytes, "host_memory")
     on_gpu = device.type == "cuda"
     hidden, width, tokens = (4096, 14336, _TOKENS) if on_gpu else (768, 1024, 64)

@@ -13,12 +13,12 @@ from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 
 # What the copy engine carries it carries alike in both phases. Computed is with other kernels in
-# part, and at another clock: prefill has a GPU busy all the time, which kernels that write host
-# memory wait for too.
+# part, and at another clock: prefill has a GPU busy all the time, which kernels that use host
+# memory wait for too. And a step of prompts is bound by tokens, one of decode by rows.
 _BY_PHASE = frozenset(
     {
-        "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts", "shared_expert",
-        "dense_mlp", "expert", "combine",
+        "copy_rows", "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
+        "shared_expert", "dense_mlp", "expert", "combine",
     }
 )  # fmt: skip
 # Ops that follow their second feature too from one value to another: how long rows are. For the
@@ -90,10 +90,10 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
 def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
-    seconds, spread = np.empty((2, *map(len, axes)))
+    seconds, spread, issue_s, turn_s = np.empty((len(_Value._fields), *map(len, axes)))
     for at, value in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
-        seconds[place], spread[place] = value.seconds, value.spread
+        seconds[place], spread[place], issue_s[place], turn_s[place] = value
     seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
     return Curve(
         ops=(op,),
@@ -102,12 +102,13 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
-        issue_s=_median([value.issue_s for value in points.values()]),
-        turn_s=_median([value.turn_s for value in points.values()]),
+        issue_s=tuple(_known(issue_s).tolist()),
+        turn_s=tuple(_known(turn_s).tolist()),
     )
 
 
-def _median(of_points: Sequence[float]) -> float:
-    """The median of those that were timed: copies of sizes that no weights have were not."""
-    known = [x for x in of_points if x > 0]
-    return float(np.median(known)) if known else 0.0
+def _known(host_s: np.ndarray) -> np.ndarray:
+    """Host code of every point: the median's where it was not timed, as of copies of sizes that no
+    weights have."""
+    timed = host_s[host_s > 0]
+    return np.where(host_s > 0, host_s, np.median(timed) if timed.size else 0.0)

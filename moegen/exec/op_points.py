@@ -51,7 +51,7 @@ DECODE_OPS = (
     "copy_dense", "copy_expert", "lm_head", "sample", "copy_tokens",
 )  # fmt: skip
 ATTENTION_OPS = ("fetch_kv", "attn_gpu", "attn_cpu")
-PREFILL_OPS = ("embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
+PREFILL_OPS = ("copy_rows", "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
                "shared_expert", "dense_mlp", "expert", "combine")  # fmt: skip
 
 

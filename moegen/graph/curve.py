@@ -34,19 +34,18 @@ class Curve:
         The one that it is of; both unless given.
     spread : nested sequence of float, shape as seconds, optional
         Relative standard deviation of the repeated measurements of each point.
-    issue_s : float
+    issue_s : nested sequence of float, shape as seconds, optional
         What the executor's issuing thread takes for one kernel or copy; for all that the op
         launches where ``launches`` is an axis.
-    turn_s : float
+    turn_s : nested sequence of float, shape as seconds, optional
         What it takes before, for a task: putting waits before it, binding its step.
-    crowded : nested sequence of float, shape as seconds, optional
-        Seconds while kernels that read or write host memory are at work beside it all the time.
 
     Raises
     ------
     InvalidInput
         If ops, features or the phase are not known, a number is not finite and positive (a
-        spread: not negative), an axis does not rise, or seconds fall along the first one.
+        spread, issue_s, turn_s: not negative), an axis does not rise, or seconds fall along the
+        first one.
     """
 
     ops: tuple[str, ...]
@@ -55,9 +54,8 @@ class Curve:
     source: str
     phase: Phase | None = None
     spread: tuple[Any, ...] | None = None
-    issue_s: float = 0.0
-    turn_s: float = 0.0
-    crowded: tuple[Any, ...] | None = None
+    issue_s: tuple[Any, ...] | None = None
+    turn_s: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         ops = tuple(self.ops) if isinstance(self.ops, (list, tuple)) else ()
@@ -90,15 +88,10 @@ class Curve:
         seconds = _grid(self.seconds, shape, f"{name}: seconds", above=0)
         for field, value in (("ops", ops), ("axes", axes), ("seconds", seconds)):
             object.__setattr__(self, field, value)
-        if self.spread is not None:
-            spread = _grid(self.spread, shape, f"{name}: spread", at_least=0)
-            object.__setattr__(self, "spread", spread)
-        if self.crowded is not None:
-            crowded = _grid(self.crowded, shape, f"{name}: crowded", above=0)
-            object.__setattr__(self, "crowded", crowded)
-        for field in ("issue_s", "turn_s"):
-            value = number(getattr(self, field), f"{name}: {field}", at_least=0)
-            object.__setattr__(self, field, value)
+        for field in ("spread", "issue_s", "turn_s"):
+            if (value := getattr(self, field)) is not None:
+                value = _grid(value, shape, f"{name}: {field}", at_least=0)
+                object.__setattr__(self, field, value)
         self._check_rising()
 
     def _check_rising(self) -> None:

@@ -15,9 +15,8 @@ The file is JSON::
         "seconds": [3.34e-05, 0.00122],
         "phase": null,
         "spread": [0.02, 0.003],
-        "issue_s": 1.4e-05,
-        "turn_s": 9e-06,
-        "crowded": null},
+        "issue_s": [1.4e-05, 1.5e-05],
+        "turn_s": [9e-06, 9e-06]},
        ...],
      "company": [
        {"resource": "h2d", "beside": "host_memory", "share": 0.85,
@@ -33,12 +32,11 @@ measurement above one is refused. A curve's axes are the features of its ops
 innermost, and ``spread``, where it is known, the relative standard deviation of each. An axis of
 one value says which shape was measured. Seconds do not fall along the first axis, so whoever
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
-takes to hand one over, ``turn_s`` what it takes for the task before that, and ``crowded`` the
-seconds beside kernels that read or write host memory all the time, where they were measured
-(`moegen.graph.curve`). An op may have several curves: of the widths of several models, or of one
-phase each (``null`` is both). ``company`` says what a resource gives while another is in use
-(`moegen.graph.company`), and ``latencies``, if they are there, how long it takes to notice that a
-task has ended (`moegen.graph.latencies`).
+takes to hand one over and ``turn_s`` what it takes for the task before that, for each value of
+``seconds`` too (`moegen.graph.curve`). An op may have several curves: of the widths of several
+models, or of one phase each (``null`` is both). ``company`` says what a resource gives while
+another is in use (`moegen.graph.company`), and ``latencies``, if they are there, how long it takes
+to notice that a task has ended (`moegen.graph.latencies`).
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "crowded")
+_MAY_LACK = ("phase", "spread", "issue_s", "turn_s")
 _CURVE = ("ops", "source", "axes", "seconds", *_MAY_LACK)
 _COMPANY = ("resource", "beside", "share", "source")
 

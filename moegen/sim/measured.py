@@ -132,9 +132,7 @@ class Measured(Roofline):
             seconds *= self._physics(lane, work) / self._physics(lane, edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return Alone(
-            seconds + further_s, provenance, line.issue_s(work), line.turn_s, line.keeps(work)
-        )
+        return Alone(seconds + further_s, provenance, line.issue_s(work), line.turn_s(work))
 
 
 class _Line:
@@ -145,20 +143,19 @@ class _Line:
         self._seconds, self._spread = curve.seconds, curve.spread
         #: Whether seconds are those of one kernel, however many are launched.
         self.of_one = "launches" not in curve.axes
-        self.turn_s, self._crowded = curve.turn_s, curve.crowded
-        self._issue_s = curve.issue_s if self.of_one else curve.issue_s / curve.axes["launches"][0]
+        self._launches = curve.axes.get("launches", (1.0,))
+        self._issue_s, self._turn_s = curve.issue_s, curve.turn_s
 
     def issue_s(self, work: Work) -> float:
         """What the issuing thread takes for all that ``work`` launches."""
-        return self._issue_s * work.launches
+        if self._issue_s is None:
+            return 0.0
+        of = min(max(work.launches, self._launches[0]), self._launches[-1])
+        return _read(self._issue_s, self._places(work)[0], 0) * work.launches / of
 
-    def keeps(self, work: Work) -> dict[str, float]:
-        """The share of its speed that ``work`` keeps beside zero-copy kernels in full use."""
-        if self._crowded is None:
-            return {}
-        places = self._places(work)[0]
-        share = _read(self._seconds, places, 0) / _read(self._crowded, places, 0)
-        return {"zero_copy": share} if share < 1 else {}
+    def turn_s(self, work: Work) -> float:
+        """What it takes before it hands ``work`` over."""
+        return 0.0 if self._turn_s is None else _read(self._turn_s, self._places(work)[0], 0)
 
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""

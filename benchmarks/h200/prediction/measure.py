@@ -35,7 +35,7 @@ from moegen.units import GIB, parse_bytes
 # Layers that are run, decode and prefill points, and rows at most, by model.
 MODELS = {"mixtral-8x7b": (4, 12, 5, 2048), "deepseek-v2": (3, 6, 3, 2048)}
 CURVE_ROWS, CURVE_CONTEXT = 1024, 640
-STEPS = 6
+STEPS = 5
 # A point that takes longer hangs.
 HANGS_S = 60.0
 # Steps of a stretch with the same delays.
