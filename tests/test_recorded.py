@@ -103,7 +103,6 @@ def test_a_task_of_another_graph_is_refused(graph, cost):
         lambda c: c.update(kinds=[len(c["costs"])] * len(c["kinds"])),
         lambda c: c.update(kinds=[]),
         lambda c: c["costs"][0].pop(),
-        lambda c: c["costs"][0].append({}),
         lambda c: c["costs"].__setitem__(0, [-1.0, "given", {}]),
         lambda c: c.update(shared=1),
         lambda c: c.update(capacities={"h2d": 0}),

@@ -29,7 +29,7 @@ predicted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -201,10 +201,10 @@ class Split:
         since = 0.0
         for now, starts, i in changes:
             if now > since and running:
-                speeds, not_alone = together.of(tuple(draws[j] for j in running))
-                for j, speed, is_disturbed in zip(running, speeds, not_alone, strict=True):
+                speeds, crowded = together.of(tuple(draws[j] for j in running))
+                for j, speed, is_crowded in zip(running, speeds, crowded, strict=True):
                     progress[j] += speed * (now - since)
-                    disturbed[j] += is_disturbed * (now - since)
+                    disturbed[j] += is_crowded * (now - since)
             since = now
             if starts:
                 running.append(i)
@@ -237,30 +237,38 @@ class _Together:
     def __init__(self, costs: Sequence[Cost], rule: CostModel) -> None:
         self._costs, self._rule = costs, rule
         self._loads: list[dict[str, float]] = []
+        self._keeps: list[Mapping[str, float]] = []
         self._of_kind: dict[int, int] = {}
-        self._numbers: dict[tuple[tuple[str, float], ...], int] = {}
+        self._numbers: dict[tuple[tuple[tuple[str, float], ...], ...], int] = {}
         self._known: dict[tuple[int, ...], tuple[list[float], list[bool]]] = {}
 
     def draw(self, kind: int) -> int:
         """The number of what a kind of task draws: kinds that draw alike have one."""
         if kind not in self._of_kind:
-            loads = self._rule.loads(self._costs[kind])
-            number = self._numbers.setdefault(tuple(loads.items()), len(self._loads))
+            cost = self._costs[kind]
+            loads = self._rule.loads(cost)
+            key = tuple(loads.items()), tuple(cost.keeps.items())
+            number = self._numbers.setdefault(key, len(self._loads))
             if number == len(self._loads):
                 self._loads.append(loads)
+                self._keeps.append(cost.keeps)
             self._of_kind[kind] = number
         return self._of_kind[kind]
 
     def of(self, draws: tuple[int, ...]) -> tuple[list[float], list[bool]]:
         """Of tasks that draw so: each one's speed, and whether another draws on the same."""
         if draws not in self._known:
-            loads = [self._loads[draw] for draw in draws]
+            loads, keeps = ([of[draw] for draw in draws] for of in (self._loads, self._keeps))
             users: dict[str, int] = {}
             for load in loads:
                 for name in load:
                     users[name] = users.get(name, 0) + 1
-            disturbed = [any(users[name] > 1 for name in load) for load in loads]
-            self._known[draws] = speeds_of(loads, self._rule), disturbed
+            crowded = [
+                any(users[name] > 1 for name in load)
+                or any(users.get(name, 0) > (name in load) for name in kept)
+                for load, kept in zip(loads, keeps, strict=True)
+            ]
+            self._known[draws] = speeds_of(loads, self._rule, keeps), crowded
         return self._known[draws]
 
 

@@ -56,6 +56,9 @@ class Cost:
         What the executor's issuing thread takes to hand the task over.
     turn_s : float
         What that thread takes before, once nothing keeps it from handing the task over.
+    keeps : mapping of str to float
+        Of its own speed, what the task keeps while others use a resource fully: kernels are
+        slower beside some that they share nothing with but the GPU.
 
     Raises
     ------
@@ -68,6 +71,7 @@ class Cost:
     demands: Mapping[str, float] = field(default_factory=dict)
     issue_s: float = 0.0
     turn_s: float = 0.0
+    keeps: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Made for every task of every strategy that a search weighs: what is right passes quickly.
@@ -80,6 +84,9 @@ class Cost:
             value = getattr(self, name)
             if not (type(value) is float and 0 <= value < math.inf):
                 object.__setattr__(self, name, number(value, name, at_least=0))
+        for name, share in self.keeps.items():
+            if not (type(share) is float and 0 < share <= 1):
+                number(share, f"what is kept beside {name}", above=0)
 
 
 class CostModel(ABC):

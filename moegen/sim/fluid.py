@@ -54,7 +54,7 @@ class _Flows:
         self._speeds: dict[tuple[int, ...], list[float]] = {}
         # Kinds that draw alike go at the same speeds, however long they take.
         self._draw_of: list[int] = [_NONE] * len(costs)
-        self._draws: dict[tuple[tuple[str, float], ...], int] = {}
+        self._draws: dict[tuple[tuple[tuple[str, float], ...], ...], int] = {}
 
     def _put(self, at: int, now: float) -> _Flow:
         """Let a task run from now on, at a speed that is yet to be set."""
@@ -90,14 +90,20 @@ class _Flows:
 
     def _draw(self, kind: int) -> int:
         """The number of what a kind of task draws on the resources."""
-        loads = self._cost.loads(self._costs[kind])
-        return self._draws.setdefault(tuple(loads.items()), len(self._draws))
+        cost = self._costs[kind]
+        draw = tuple(self._cost.loads(cost).items()), tuple(cost.keeps.items())
+        return self._draws.setdefault(draw, len(self._draws))
 
     def _share(self, draws: Sequence[int]) -> list[float]:
         """The speed of what runs on each lane, 0 where nothing does."""
         known = list(self._draws)
-        loads = [dict(known[draw]) for draw in draws if draw != _NONE]
-        speeds = iter(speeds_of(loads, self._cost))
+        loads, keeps = [], []
+        for draw in draws:
+            if draw != _NONE:
+                load, kept = known[draw]
+                loads.append(dict(load))
+                keeps.append(dict(kept))
+        speeds = iter(speeds_of(loads, self._cost, keeps))
         return [0.0 if draw == _NONE else next(speeds) for draw in draws]
 
 

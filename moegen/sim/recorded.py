@@ -93,7 +93,7 @@ class Recorded(CostModel):
         both = capacities if company else self.rule.capacities(directions)
         return {
             "costs": [
-                [c.seconds, str(c.provenance), dict(c.demands), c.issue_s, c.turn_s]
+                [c.seconds, str(c.provenance), dict(c.demands), c.issue_s, c.turn_s, dict(c.keeps)]
                 for c in self.costs
             ],
             "kinds": kinds[:n] if alike else kinds,
@@ -115,8 +115,8 @@ class Recorded(CostModel):
         """
         try:
             costs = [
-                Cost(seconds, str(p), dict(demands), issue_s, turn_s)
-                for seconds, p, demands, issue_s, turn_s in data["costs"]
+                Cost(seconds, str(p), dict(demands), issue_s, turn_s, dict(keeps))
+                for seconds, p, demands, issue_s, turn_s, keeps in data["costs"]
             ]
             kinds = wholes(data["kinds"], "kinds", at_most=len(costs) - 1)
             if len(kinds) % max(1, len(graph)) or bool(kinds) != bool(len(graph)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ class Alone(NamedTuple):
     provenance: Provenance
     issue_s: float = 0.0
     turn_s: float = 0.0
+    keeps: Mapping[str, float] = MappingProxyType({})
 
 
 class Roofline(CostModel):
@@ -101,7 +103,7 @@ class Roofline(CostModel):
             demands["gpu"] = seconds
         elif lane is Lane.CPU:
             demands["cpu"] = seconds
-        return Cost(seconds, alone.provenance, demands, alone.issue_s, alone.turn_s)
+        return Cost(seconds, alone.provenance, demands, alone.issue_s, alone.turn_s, alone.keeps)
 
     def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
         """What copies and the CPU's attention draw on host memory: all of their bytes."""

@@ -18,7 +18,11 @@ ROUNDING = 1e-12
 _ROUNDS = 200
 
 
-def speeds_of(loads: Sequence[Mapping[str, float]], cost: CostModel) -> list[float]:
+def speeds_of(
+    loads: Sequence[Mapping[str, float]],
+    cost: CostModel,
+    keeps: Sequence[Mapping[str, float]] = (),
+) -> list[float]:
     """How fast tasks go that run together on the machine of ``cost``.
 
     Parameters
@@ -27,6 +31,9 @@ def speeds_of(loads: Sequence[Mapping[str, float]], cost: CostModel) -> list[flo
         What each draws at full speed, as ``cost.loads`` gives it.
     cost : CostModel
         Gives the capacities.
+    keeps : sequence of mapping, optional
+        What each keeps of its own speed while others use a resource fully, see ``Cost.keeps``:
+        of a partial use it loses a part. It then draws less on what it shares, too.
 
     Returns
     -------
@@ -35,7 +42,32 @@ def speeds_of(loads: Sequence[Mapping[str, float]], cost: CostModel) -> list[flo
     """
     names = {name for load in loads for name in load}
     in_use = {name: [load.get(name, 0.0) for load in loads] for name in names}
-    return fair_speeds(loads, cost.capacities(in_use))
+    if not any(keeps):
+        return fair_speeds(loads, cost.capacities(in_use))
+    most = _own_speeds(loads, keeps, cost.capacities())
+    slower = [{r: x * m for r, x in load.items()} for load, m in zip(loads, most, strict=True)]
+    fair = fair_speeds(slower, cost.capacities(in_use))
+    return [m * x for m, x in zip(most, fair, strict=True)]
+
+
+def _own_speeds(
+    loads: Sequence[Mapping[str, float]],
+    keeps: Sequence[Mapping[str, float]],
+    full: Mapping[str, float],
+) -> list[float]:
+    """How fast each could go if it shared nothing, beside what the others do."""
+    used = {r: sum(load.get(r, 0.0) for load in loads) for kept in keeps for r in kept}
+    return [
+        min(
+            1.0 - (1.0 - share) * min(1.0, (used[r] - load.get(r, 0.0)) / full[r])
+            if r in full
+            else 1.0
+            for r, share in kept.items()
+        )
+        if kept
+        else 1.0
+        for load, kept in zip(loads, keeps, strict=True)
+    ]
 
 
 def fair_speeds(
