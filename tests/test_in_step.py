@@ -11,6 +11,7 @@ from moegen.exec.issue import Times
 from moegen.graph.task import Lane
 
 MODEL = mixtral()
+NOTHING = ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +36,15 @@ def test_a_kernel_counts_if_it_was_launched_before_its_turn_came(graph):
         ran(task, 2.0, 0.7, issued_s=2.1, step=3),  # begun while it was being launched
         ran(task, 3.0, 0.25, issued_s=2.9, step=4),
     ]
-    assert InStep(graph, times).spans([task]) == [0.5, 0.25]
-    assert InStep(graph, times[:2]).spans([task]) == []  # of one nothing can be said
+    assert InStep(graph, times).spans([task]) == ([0.5, 0.25], [])
+    assert InStep(graph, times[:2]).spans([task]) == NOTHING  # of one nothing can be said
 
 
 def test_all_tasks_of_a_kind_count_and_empty_ones_do_not(graph):
     a, b = [t for t in graph if t.id.op == "post_attn"][:2]
     times = [ran(a, 1.0, 0.5), ran(b, 2.0, 0.25), ran(b, 3.0, 0.0)]
-    assert InStep(graph, times).spans([a, b]) == [0.5, 0.25]
-    assert InStep(graph, times).spans([first(graph, "route")]) == []
+    assert InStep(graph, times).spans([a, b]) == ([0.5, 0.25], [])
+    assert InStep(graph, times).spans([first(graph, "route")]) == NOTHING
 
 
 @pytest.mark.parametrize("op", ["attn_cpu", "fetch_kv", "append_kv"])
@@ -59,24 +60,48 @@ def test_copies_of_weights_count_where_host_memory_is_theirs(graph, op):
         ran(other, 5.99, 0.3),
         ran(other, 3.5, 0.0),  # had nothing to do
     ]
-    assert InStep(graph, times).spans([copy]) == [1.0, 1.25, 1.0]
+    assert InStep(graph, times).spans([copy]) == ([1.0, 1.25, 1.0], [])
 
 
-def test_what_shares_the_link_or_waits_for_the_cpu_is_not_told(graph):
-    for op in ("fetch_kv", "attn_cpu"):
-        task = first(graph, op)
-        assert InStep(graph, [ran(task, 1.0, 0.5), ran(task, 2.0, 0.5)]).spans([task]) == []
+def test_kernels_beside_fetched_kv_are_apart_from_those_alone(graph):
+    """Those that are neither nearly alone nor nearly all the time beside it are no use."""
+    kernel, fetch = first(graph, "post_attn"), first(graph, "fetch_kv")
+    times = [
+        ran(kernel, 0.0, 1.0),
+        ran(kernel, 1.0, 1.25),
+        ran(kernel, 3.0, 2.0),  # all of it beside two that are fetched
+        ran(kernel, 6.0, 3.0),  # for 2.8 of 3 s
+        ran(kernel, 20.0, 7.0),  # for a seventh
+        ran(fetch, 2.2, 1.8),
+        ran(fetch, 4.0, 4.8),
+        ran(fetch, 20.0, 1.0),
+    ]
+    assert InStep(graph, times).spans([kernel]) == ([1.0, 1.25], [2.0, 3.0])
+    assert InStep(graph, times[:3] + times[5:]).spans([kernel]) == ([1.0, 1.25], [])
+
+
+def test_what_the_cpu_takes_counts_with_all_that_is_beside_it(graph):
+    attend, copy = first(graph, "attn_cpu"), first(graph, "copy_expert")
+    times = [ran(attend, 1.0, 0.5), ran(attend, 2.0, 0.75), ran(copy, 0.0, 4.0)]
+    assert InStep(graph, times).spans([attend]) == ([0.5, 0.75], [])
+
+
+def test_rows_of_new_kv_are_of_the_lane_that_crowds(graph):
+    append, fetch = first(graph, "append_kv"), first(graph, "fetch_kv")
+    times = [ran(append, 1.0, 0.5), ran(append, 2.0, 0.75), ran(fetch, 3.0, 1.0)]
+    assert InStep(graph, times).spans([append]) == ([0.5, 0.75], [])
+    assert InStep(graph, [*times, ran(fetch, 4.0, 1.0)]).spans([fetch]) == NOTHING
 
 
 def test_experts_count_where_nearly_all_have_tokens(graph):
     experts = [t for t in graph if t.id.op == "expert"]
     n = len(experts)
     all_work = [ran(t, float(i), 0.5) for i, t in enumerate(experts)]
-    assert InStep(graph, all_work).spans(experts) == [0.5] * n
+    assert InStep(graph, all_work).spans(experts) == ([0.5] * n, [])
     idle = max(1, n // 5)
     some = [ran(t, float(i), 0.5 * (i >= idle)) for i, t in enumerate(experts)]
-    assert InStep(graph, some).spans(experts) == []
+    assert InStep(graph, some).spans(experts) == NOTHING
 
 
 def test_of_no_steps_nothing_is_told(graph):
-    assert InStep(graph, []).spans([first(graph, "expert")]) == []
+    assert InStep(graph, []).spans([first(graph, "expert")]) == NOTHING

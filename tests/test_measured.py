@@ -366,6 +366,33 @@ def test_what_handing_over_takes_is_read_as_seconds_are():
     assert taken(attended(10, 4)) == (0, 0)  # nobody timed that
 
 
+def test_each_further_kernel_of_a_task_may_take_less_of_the_thread():
+    copies = dataclasses.replace(COPY, issue_s=(1, 3, 10), more_s=0.25)
+    experts = dataclasses.replace(EXPERT, issue_s=(((1, 4), (1, 4)),) * 2, more_s=0.5)
+    model = Measured(table(copies, experts))
+    assert model.estimate(copied(30)).issue_s == 3
+    assert model.estimate(copied(90, launches=3)).issue_s == 3 + 2 * 0.25
+    assert model.estimate(product(32, 10, launches=8)).issue_s == 4 + 4 * 0.5
+
+
+def test_beside_zero_copy_kernels_a_task_takes_what_was_measured_so():
+    crowded = dataclasses.replace(COPY, crowded=(8, 10, 12))
+    model = Measured(table(crowded))
+    assert model.estimate(copied(10)).keeps == {"zero_copy": 0.5}
+    assert model.estimate(copied(20)).keeps == {"zero_copy": 0.5}
+    assert model.estimate(copied(100)).keeps == {}  # as fast
+    assert Measured(table()).estimate(copied(10)).keeps == {}
+
+
+def test_what_was_measured_beside_copies_of_weights_is_not_slowed_by_them_again():
+    sent = Curve(("send_qkv",), {"d2h_bytes": (10, 20)}, (4, 5), "made up")
+    task_of = task("send_qkv", "ACT", Work(d2h_bytes=20))
+    assert Measured(table(COPY, sent, company=COMPANY)).estimate(task_of).demands == {}
+    # Where it was not measured it follows the rates, and where company was not, all draws add up.
+    assert Measured(table(COPY, company=COMPANY)).estimate(task_of).demands != {}
+    assert Measured(table(COPY, sent)).estimate(task_of).demands["d2h"] == 20
+
+
 def test_every_op_has_features_and_built_graphs_have_their_values():
     assert list(FEATURES_OF) == list(OPS)
     for name in ("mixtral-8x7b", "deepseek-v2-lite", "qwen1.5-moe-a2.7b"):

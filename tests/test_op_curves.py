@@ -14,9 +14,9 @@ pytestmark = pytest.mark.cpu
 SOURCE = "measured: by hand"
 
 
-def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, **work):
+def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, crowded_s=None, **work):
     task = Task(TaskId(op, phase), Lane.GPU, work=Work(**work))
-    return Timed(task, seconds, spread, issue_s, turn_s)
+    return Timed(task, seconds, spread, issue_s, turn_s, crowded_s)
 
 
 def copy(nbytes, seconds, **more):
@@ -75,6 +75,27 @@ def test_seconds_of_several_copies_are_those_of_one():
     found = only(curves([some], SOURCE))
     assert found.axes == {"h2d_bytes": (100.0,)}
     assert found.seconds == (2.0,) and found.issue_s == pytest.approx((1e-6,))
+
+
+def test_further_kernels_of_a_task_take_what_they_add():
+    some = [
+        at("route", float(n), issue_s=s, tokens=n * k, flops=10.0 * n * k, launches=k)
+        for n, k, s in ((1, 1, 3.0), (2, 1, 5.0), (3, 1, 4.0), (4, 5, 6.0), (5, 11, 9.0))
+    ]
+    found = only(curves(some, SOURCE))
+    # Four of the first, and half a second for each of four or ten more.
+    assert found.more_s == 0.5
+    assert [x for (x,) in found.issue_s] == [3.0, 5.0, 4.0, 4.0, 4.0]
+    assert only(curves(some[:3], SOURCE)).more_s is None
+    assert only(curves(some[3:4], SOURCE)).issue_s == ((6.0 / 5,),)
+
+
+def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell():
+    some = [product(n, n, crowded_s=c) for n, c in ((1, 1.5), (2, None), (4, 8.0), (8, 4.0))]
+    found = only(curves(some, SOURCE))
+    # One and a half times, twice, and no less than alone; elsewhere their median.
+    assert found.crowded == ((1.5,), (3.0,), (8.0,), (8.0,))
+    assert only(curves([product(1, 1.0)], SOURCE)).crowded is None
 
 
 def test_experts_computed_together_are_of_all_that_is_launched():

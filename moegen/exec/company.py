@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -39,10 +39,8 @@ class _Busy(NamedTuple):
 
 
 # Who is measured beside whom: the resource that is slowed, and the one in full use.
-PAIRS = (
+_ALWAYS = (
     ("h2d", "host_memory"),
-    ("host_memory", "h2d"),
-    ("host_memory", "zero_copy"),
     ("zero_copy", "host_memory"),
     ("h2d", "d2h"),
     ("d2h", "h2d"),
@@ -51,8 +49,14 @@ PAIRS = (
     ("zero_copy", "gpu"),
     ("d2h", "gpu"),
     ("gpu", "host_memory"),
+)
+# Beside a GPU the CPU's attention is timed within steps, in company.
+_OF_THE_CPU = (
+    ("host_memory", "h2d"),
+    ("host_memory", "zero_copy"),
     ("host_memory", "gpu"),
 )
+PAIRS = {"cuda": _ALWAYS, "cpu": (*_ALWAYS, *_OF_THE_CPU)}
 
 
 def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
@@ -65,7 +69,7 @@ def company(device: torch.device, dtype: torch.dtype) -> list[Company]:
         transfer = transfer_for(device, pinned=problem is None)
         with Bench(device) as bench, closing(cpu_decode(usual_threads(device))) as decode:
             busy = {x.resource: x for x in _works(data, device, dtype, transfer, decode)}
-            return _pairs(bench, busy)
+            return _pairs(bench, busy, PAIRS[device.type])
 
 
 def _gathered(device: torch.device) -> int:
@@ -73,7 +77,7 @@ def _gathered(device: torch.device) -> int:
     return _GATHERED_TOKENS if device.type == "cuda" else 128
 
 
-def _pairs(bench: Bench, busy: dict[str, _Busy]) -> list[Company]:
+def _pairs(bench: Bench, busy: dict[str, _Busy], pairs: Sequence[tuple[str, str]]) -> list[Company]:
     def seconds(x: _Busy, beside: _Busy | None = None) -> float:
         other = None if beside is None else (beside.lane, beside.work)
         spans = sorted(bench.spans(x.lane, x.work, beside=other, span_s=_SPAN_S))
@@ -81,7 +85,7 @@ def _pairs(bench: Bench, busy: dict[str, _Busy]) -> list[Company]:
 
     alone = {name: seconds(x) for name, x in busy.items()}
     found = []
-    for slowed, beside in PAIRS:
+    for slowed, beside in pairs:
         x, y = busy[slowed], busy[beside]
         share = min(1.0, alone[slowed] / seconds(x, y))
         how = f"measured: {x.lane} beside {y.lane}, both always at work, against {x.lane} alone"

@@ -4,7 +4,7 @@ them up, that is what a step finds."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -15,8 +15,10 @@ from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 LEAST = 2
 # Who reads host memory or uses the link while weights are copied, and for how much of a copy that
 # is no matter.
-_DISTURBS = (Lane.CPU, Lane.KV)
+_DISTURBS = frozenset({Lane.CPU, Lane.KV})
 _UNDISTURBED = 0.02
+# A kernel is alone, or beside zero-copy kernels, if nearly all of it is.
+_NEARLY = 0.1
 # Experts without tokens do nothing, and the others have theirs: not what the graph says.
 _MOST_IDLE = 0.1
 
@@ -33,45 +35,61 @@ class InStep:
     """
 
     def __init__(self, g: TaskGraph, times: Iterable[Times]) -> None:
-        self._graph = g
         self._ran: dict[TaskId, list[Times]] = defaultdict(list)
-        self._disturbed: list[tuple[float, float]] = []  # by whom, from when, until when
+        self._busy: dict[Lane, list[tuple[float, float]]] = defaultdict(list)  # from, until
         for t in times:
             task = t.task._replace(step=0)
             self._ran[task].append(t)
-            if g[task].lane in _DISTURBS and t.end_s > t.start_s:
-                self._disturbed.append((t.start_s, t.end_s))
+            if t.end_s > t.start_s:
+                self._busy[g[task].lane].append((t.start_s, t.end_s))
 
-    def spans(self, tasks: Sequence[Task]) -> list[float]:
-        """Seconds of each time that tasks of one kind ran as nothing but their work has it.
+    def spans(self, tasks: Sequence[Task]) -> tuple[list[float], list[float]]:
+        """Seconds of each time that tasks of one kind ran as nothing but their work has it: alone,
+        and beside zero-copy kernels, which all others wait for.
 
         Copies of weights count if no KV was moved and none read by the CPU meanwhile; kernels and
         other copies if they had been launched before their turn came: of others a part of the
-        time is the thread's that launches them. Fetched KV shares the link all the time, and what
-        the CPU takes depends on the copies beside it: none of these count, nor experts of whom
-        some had no tokens.
+        time is the thread's that launches them. What the CPU takes counts always, with the copies
+        beside it. Fetched KV does not count, as it shares the link all the time, nor do experts of
+        whom some had no tokens.
 
         Returns
         -------
-        list of float
+        alone, crowded : list of float
             Empty if there are fewer than `LEAST`.
         """
         first = tasks[0]
-        if first.lane is Lane.CPU or first.id.op == "fetch_kv":
-            return []
         ran = [t for task in tasks for t in self._ran[task.id]]
         worked = [t for t in ran if t.end_s > t.start_s]
-        if first.id.op == "expert" and len(worked) < (1 - _MOST_IDLE) * len(ran):
-            return []
-        if first.lane is Lane.BULK:
-            kept = [t for t in worked if not self._is_disturbed(t)]
-        else:
-            kept = [t for t in worked if t.start_s >= t.issued_s]
-        return [t.end_s - t.start_s for t in kept] if len(kept) >= LEAST else []
+        alone: list[Times] = []
+        crowded: list[Times] = []
+        if first.lane is Lane.CPU:
+            alone = worked
+        elif first.lane is Lane.BULK:
+            alone = [t for t in worked if self._beside(t, _DISTURBS) <= _UNDISTURBED]
+        elif first.id.op != "fetch_kv" and not self._idle(first, ran, worked):
+            launched = [t for t in worked if t.start_s >= t.issued_s]
+            if first.lane is Lane.KV:
+                alone = launched
+            else:
+                beside = [self._beside(t, {Lane.KV}) for t in launched]
+                alone = [t for t, x in zip(launched, beside, strict=True) if x <= _NEARLY]
+                crowded = [t for t, x in zip(launched, beside, strict=True) if x >= 1 - _NEARLY]
+        return _seconds(alone), _seconds(crowded)
 
-    def _is_disturbed(self, t: Times) -> bool:
-        if not self._disturbed:
-            return False
-        start, end = np.array(self._disturbed).T
+    @staticmethod
+    def _idle(first: Task, ran: Sequence[Times], worked: Sequence[Times]) -> bool:
+        return first.id.op == "expert" and len(worked) < (1 - _MOST_IDLE) * len(ran)
+
+    def _beside(self, t: Times, lanes: Collection[Lane]) -> float:
+        """For what part of a task these lanes were at work; two at once count twice."""
+        busy = [x for lane in lanes for x in self._busy[lane]]
+        if not busy:
+            return 0.0
+        start, end = np.array(busy).T
         beside = np.minimum(end, t.end_s) - np.maximum(start, t.start_s)
-        return bool(beside.clip(min=0).sum() > _UNDISTURBED * (t.end_s - t.start_s))
+        return float(beside.clip(min=0).sum() / (t.end_s - t.start_s))
+
+
+def _seconds(times: Sequence[Times]) -> list[float]:
+    return [t.end_s - t.start_s for t in times] if len(times) >= LEAST else []

@@ -25,6 +25,7 @@ from moegen.graph.task import Lane, Task, TaskGraph
 _PRIMING_STEPS = 4
 _COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
+_FAR_AHEAD_S = 0.02
 # KV that no cache holds, made up as several sets of rows.
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
@@ -45,6 +46,8 @@ class Timed(NamedTuple):
         What the issuing thread took to hand it over, in a run.
     turn_s : float
         What it took before, once it could: putting waits before it, binding its step.
+    crowded_s : float or None
+        The mean of the runs beside zero-copy kernels; None where there were none.
     """
 
     task: Task
@@ -52,6 +55,7 @@ class Timed(NamedTuple):
     spread: float
     issue_s: float = 0.0
     turn_s: float = 0.0
+    crowded_s: float | None = None
 
 
 def _idle() -> None:
@@ -100,7 +104,8 @@ class OpBench:
         def source(_: Program, index: int) -> Step | None:
             if index == _PRIMING_STEPS:
                 return None
-            steps.append(made.step())
+            # What a cache holds would be read too fast: in each step other rows.
+            steps.append(made.step(index % made.n_sets))
             return steps[-1]
 
         self._program = made.program(source)
@@ -136,8 +141,8 @@ class OpBench:
         themselves, and copies of weights both ways, since in some steps they are slower than in
         others. Tasks of one kind take turns then: they read other weights each time. In decode
         weights are copied all the time, so the kernels of other lanes are timed beside that: each
-        takes some 20 us more. The CPU has been idle before each run, for its threads sleep
-        between layers.
+        takes some 20 us more. On CPU lanes the CPU has been idle before each run, for its threads
+        sleep between layers.
 
         Parameters
         ----------
@@ -148,17 +153,15 @@ class OpBench:
         kinds: dict[object, list[Task]] = {}
         for t in self.tasks(op):
             kinds.setdefault(t.work, []).append(t)
-        return [
-            timed(tasks[0], *self._spans(tasks, span_s), **self._host_s(tasks))
-            for tasks in kinds.values()
-        ]
+        return [self._time(tasks, span_s) for tasks in kinds.values()]
 
-    def _spans(self, tasks: Sequence[Task], span_s: float) -> list[list[float]]:
-        """Seconds of each run, by how they were found."""
-        found = [self._in_step.spans(tasks)]
-        if not found[0] or tasks[0].lane is Lane.BULK:
-            found.append(self._alone(tasks, span_s))
-        return [spans for spans in found if spans]
+    def _time(self, tasks: Sequence[Task], span_s: float) -> Timed:
+        alone, crowded = self._in_step.spans(tasks)
+        ways = [alone] if alone else []
+        if not alone or tasks[0].lane is Lane.BULK:
+            ways.append(self._alone(tasks, span_s))
+        crowded_s = _mean(crowded) if crowded else None
+        return timed(tasks[0], *ways, **self._host_s(tasks), crowded_s=crowded_s)
 
     def _alone(self, tasks: Sequence[Task], span_s: float) -> list[float]:
         lane, between, beside = tasks[0].lane, None, []
@@ -189,6 +192,9 @@ class OpBench:
         """The medians of what these took of the issuing thread in the run."""
         ids = {t.id for t in tasks}
         times = [t for t in self.records if t.task._replace(step=0) in ids]
+        if self.graph.phase == "prefill":
+            # Far ahead of a busy GPU the thread waits for room to launch.
+            times = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
         if not times:
             return {}
         return {

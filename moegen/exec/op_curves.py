@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,12 +31,14 @@ _At = tuple[float, ...]
 
 
 class _Value(NamedTuple):
-    """A point of a curve; see `moegen.graph.curve.Curve`."""
+    """A point of a curve, see `moegen.graph.curve.Curve`; NaN if it was not timed crowded."""
 
     seconds: float
     spread: float
     issue_s: float
     turn_s: float
+    crowded_s: float
+    launches: float  # issue_s is of all of them
 
 
 _Found = dict[_At, _Value]
@@ -58,7 +62,10 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
-        by_op[op, phase][at].append(_Value(t.seconds / n, t.spread, t.issue_s / n, t.turn_s))
+        crowded_s = math.nan if t.crowded_s is None else t.crowded_s / n
+        by_op[op, phase][at].append(
+            _Value(t.seconds / n, t.spread, t.issue_s, t.turn_s, crowded_s, n)
+        )
     found = []
     for (op, phase), points in by_op.items():
         means = {at: _mean(several) for at, several in points.items()}
@@ -67,7 +74,9 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
 
 
 def _mean(several: Sequence[_Value]) -> _Value:
-    return _Value(*np.mean(several, axis=0).tolist())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # none was timed crowded
+        return _Value(*np.nanmean(several, axis=0).tolist())
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
@@ -90,11 +99,14 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
 def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
-    seconds, spread, issue_s, turn_s = np.empty((len(_Value._fields), *map(len, axes)))
+    shape = tuple(map(len, axes))
+    values = np.empty((len(_Value._fields), *shape))
     for at, value in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
-        seconds[place], spread[place], issue_s[place], turn_s[place] = value
-    seconds = np.maximum.accumulate(seconds, axis=0)  # more takes no less: noise turned it round
+        values[(slice(None), *place)] = value
+    seconds, spread, issue_s, turn_s, crowded, launches = values
+    issue_s, more_s = _of_the_first(issue_s, launches)
+    seconds, crowded = _filled(seconds, crowded)
     return Curve(
         ops=(op,),
         axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},
@@ -104,7 +116,32 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         spread=tuple(spread.tolist()),
         issue_s=tuple(_known(issue_s).tolist()),
         turn_s=tuple(_known(turn_s).tolist()),
+        more_s=more_s,
+        crowded=None if crowded is None else tuple(crowded.tolist()),
     )
+
+
+def _filled(seconds: np.ndarray, crowded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Seconds that do not fall along the first axis, as more takes no less and noise turned them
+    round, and those of every point beside zero-copy kernels, None if that was never seen: where
+    it was not, the median ratio of the points where it was."""
+    ratio = crowded / seconds
+    seconds = np.maximum.accumulate(seconds, axis=0)
+    if np.isnan(ratio).all():
+        return seconds, None
+    ratio = np.where(np.isnan(ratio), np.nanmedian(ratio), ratio)
+    return seconds, np.maximum.accumulate(seconds * np.maximum(ratio, 1.0), axis=0)
+
+
+def _of_the_first(issue_s: np.ndarray, launches: np.ndarray) -> tuple[np.ndarray, float | None]:
+    """What handing the first kernel of a task over takes, and each further one; None if nothing
+    tells, and each takes as long."""
+    one, several = (launches == 1) & (issue_s > 0), (launches > 1) & (issue_s > 0)
+    if not one.any() or not several.any():
+        return issue_s / launches, None
+    first_s = np.median(issue_s[one])
+    more_s = max(0.0, float(np.median((issue_s[several] - first_s) / (launches[several] - 1))))
+    return np.where(several, first_s, issue_s), more_s
 
 
 def _known(host_s: np.ndarray) -> np.ndarray:

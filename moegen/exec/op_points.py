@@ -23,21 +23,19 @@ _SINGLE_ROWS = (1, 64, 1024)
 # Tokens behind each row: with a GPU enough of all rows that the CPU's attention drives the
 # launching thread's code out of the caches, as in a run, and that its store is soon made up.
 _LEAST_CONTEXT, _MOST_CONTEXT, _ATTENDED_TOKENS = 16, 512, 1 << 18
-# By rows and contexts, what is far apart first, so that little time gives a wide grid.
-_ATTENTION = tuple(
-    (rows, context)
-    for several, contexts in (
-        ((8, 128), (64, 1536, 512)),
-        ((32, 1), (64, 1536, 512)),
-    )
-    for context in contexts
-    for rows in several
-)
-# Micro-batches of as many rows on the GPU: the first of a layer takes longer to hand over.
-_ON_GPU = 3
+# Of attention: rows on the CPU, context, and micro-batches of as many rows on the GPU (the first
+# of a layer takes longer to hand over); what is far apart first, so that little time gives a wide
+# grid.
+_ATTENTION = (
+    (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3),
+    (512, 512, 0), (2048, 64, 0), (8, 512, 3), (128, 512, 3), (512, 64, 0),
+    (32, 64, 3), (32, 1536, 3), (1, 64, 3), (1, 1536, 3),
+)  # fmt: skip
+# Tokens of a product that tell what launching a further one takes.
+_SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # Tokens of a wave, and of a product: first what keeps a GPU busy all the time, for it computes
 # slower then.
-_WAVES = ((65536, 65536), (65536, 2048), (8192, 65536), (1024, 65536), (256, 65536), (64, 65536))
+_WAVES = ((65536, 65536), (65536, 2048), (4096, 65536), (1024, 65536), (256, 65536), (64, 65536))
 _PROMPT = 64
 # Prompts of a micro-batch by length, and tokens of all of them.
 _ATTENDED = (
@@ -164,8 +162,9 @@ def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec
 def strategy(
     model: ModelSpec, rows: int, part: int, omega: float, group: int, product: int = 65536
 ) -> Strategy:
-    """Nothing stays on the GPU, and a layer's experts have a slot each."""
-    n = max(layer.n_experts for layer in model.layers)
+    """Nothing stays on the GPU, and there are so many slots for experts that copies are ahead, and
+    so few that launching them never waits for room in the driver's queue."""
+    n = min(_MOST_SLOTS * group, max(layer.n_experts for layer in model.layers))
     return Strategy(
         B=rows,
         b_a=part,
@@ -209,8 +208,11 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
             s = strategy(model, rows, rows, 0.5, 1)
             g = build(model, s, kv_len=_LEAST_CONTEXT)
             yield Point(g, ("copy_expert", "expert"), "decode, single experts")
-    for rows, context in _ATTENTION:
-        s = strategy(model, (_ON_GPU + 1) * rows, rows, 1 / (_ON_GPU + 1), group)
+    if on_gpu:
+        s = strategy(model, 1024, 1024, 0.5, group, _SMALL_PRODUCT)
+        yield Point(build(model, s, kv_len=_LEAST_CONTEXT), ("route",), "decode, small products")
+    for rows, context, parts in _ATTENTION:
+        s = strategy(model, (parts + 1) * rows, rows, 1 / (parts + 1), group)
         yield Point(build(model, s, kv_len=context - 1), ATTENTION_OPS, "attention")
 
 

@@ -143,6 +143,11 @@ class MadeUp:
             for k in range(sets)
         ]
 
+    @property
+    def n_sets(self) -> int:
+        """Sets of rows."""
+        return len(self._sets)
+
     def step(self, of: int = 0) -> Step:
         """A step of one of the sets of rows."""
         return Step(self._layout, self._sets[of])

@@ -39,6 +39,11 @@ class Curve:
         launches where ``launches`` is an axis.
     turn_s : nested sequence of float, shape as seconds, optional
         What it takes before, for a task: putting waits before it, binding its step.
+    more_s : float, optional
+        What the issuing thread takes for each kernel or copy of a task beyond the first; as much
+        as for that unless given.
+    crowded : nested sequence of float, shape as seconds, optional
+        Seconds while zero-copy kernels are at work beside it all the time.
 
     Raises
     ------
@@ -56,6 +61,8 @@ class Curve:
     spread: tuple[Any, ...] | None = None
     issue_s: tuple[Any, ...] | None = None
     turn_s: tuple[Any, ...] | None = None
+    more_s: float | None = None
+    crowded: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         ops = tuple(self.ops) if isinstance(self.ops, (list, tuple)) else ()
@@ -92,6 +99,12 @@ class Curve:
             if (value := getattr(self, field)) is not None:
                 value = _grid(value, shape, f"{name}: {field}", at_least=0)
                 object.__setattr__(self, field, value)
+        if self.crowded is not None:
+            crowded = _grid(self.crowded, shape, f"{name}: crowded", above=0)
+            object.__setattr__(self, "crowded", crowded)
+        if self.more_s is not None:
+            more_s = number(self.more_s, f"{name}: more_s", at_least=0)
+            object.__setattr__(self, "more_s", more_s)
         self._check_rising()
 
     def _check_rising(self) -> None:

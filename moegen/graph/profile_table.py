@@ -16,7 +16,9 @@ The file is JSON::
         "phase": null,
         "spread": [0.02, 0.003],
         "issue_s": [1.4e-05, 1.5e-05],
-        "turn_s": [9e-06, 9e-06]},
+        "turn_s": [9e-06, 9e-06],
+        "more_s": null,
+        "crowded": null},
        ...],
      "company": [
        {"resource": "h2d", "beside": "host_memory", "share": 0.85,
@@ -33,10 +35,11 @@ innermost, and ``spread``, where it is known, the relative standard deviation of
 one value says which shape was measured. Seconds do not fall along the first axis, so whoever
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
 takes to hand one over and ``turn_s`` what it takes for the task before that, for each value of
-``seconds`` too (`moegen.graph.curve`). An op may have several curves: of the widths of several
-models, or of one phase each (``null`` is both). ``company`` says what a resource gives while
-another is in use (`moegen.graph.company`), and ``latencies``, if they are there, how long it takes
-to notice that a task has ended (`moegen.graph.latencies`).
+``seconds`` too; ``more_s`` is what it takes for each further one of a task, and ``crowded`` are
+the seconds beside zero-copy kernels (`moegen.graph.curve`). An op may have several curves: of the
+widths of several models, or of one phase each (``null`` is both). ``company`` says what a resource
+gives while another is in use (`moegen.graph.company`), and ``latencies``, if they are there, how
+long it takes to notice that a task has ended (`moegen.graph.latencies`).
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_MAY_LACK = ("phase", "spread", "issue_s", "turn_s")
+_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "more_s", "crowded")
 _CURVE = ("ops", "source", "axes", "seconds", *_MAY_LACK)
 _COMPANY = ("resource", "beside", "share", "source")
 

@@ -17,7 +17,7 @@ from moegen.graph.layer import Phase
 from moegen.graph.profile_table import ProfileTable, profiles
 from moegen.graph.task import Lane, Task, TaskId, Work
 from moegen.sim.capacities import InCompany
-from moegen.sim.cost import CostModel, Provenance
+from moegen.sim.cost import Cost, CostModel, Provenance
 from moegen.sim.roofline import Alone, Roofline, bound_work
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Measured(Roofline):
     that (`moegen.sim.capacities.InCompany`) and not on the machine's ``host_bytes_per_s`` and
     ``duplex_bytes_per_s``: zero-copy kernels (lanes KV and ACT) then also draw on what such
     kernels get of the link, and host memory is what CPU attention gets of it, which copies
-    disturb rather than draw on.
+    disturb rather than draw on. What lane ACT moves draws on nothing where it was measured: that
+    was beside copies of weights, which it is too small to slow.
 
     Parameters
     ----------
@@ -103,6 +104,12 @@ class Measured(Roofline):
         except ZeroDivisionError:
             raise GraphError(_nothing_of(task.id.op, work)) from None
 
+    def estimate(self, task: Task) -> Cost:
+        cost = super().estimate(task)
+        if task.lane is Lane.ACT and self.table.company and self._lines.get(task.id[:2]):
+            return replace(cost, demands={})
+        return cost
+
     def _add_memory(self, demands: dict[str, float], lane: Lane, work: Work) -> None:
         if not self.table.company:
             super()._add_memory(demands, lane, work)
@@ -132,7 +139,9 @@ class Measured(Roofline):
             seconds *= self._physics(lane, work) / self._physics(lane, edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return Alone(seconds + further_s, provenance, line.issue_s(work), line.turn_s(work))
+        return Alone(
+            seconds + further_s, provenance, line.issue_s(work), line.turn_s(work), line.keeps(work)
+        )
 
 
 class _Line:
@@ -144,18 +153,30 @@ class _Line:
         #: Whether seconds are those of one kernel, however many are launched.
         self.of_one = "launches" not in curve.axes
         self._launches = curve.axes.get("launches", (1.0,))
-        self._issue_s, self._turn_s = curve.issue_s, curve.turn_s
+        self._issue_s, self._turn_s, self._more_s = curve.issue_s, curve.turn_s, curve.more_s
+        self._crowded = curve.crowded
 
     def issue_s(self, work: Work) -> float:
         """What the issuing thread takes for all that ``work`` launches."""
         if self._issue_s is None:
             return 0.0
         of = min(max(work.launches, self._launches[0]), self._launches[-1])
-        return _read(self._issue_s, self._places(work)[0], 0) * work.launches / of
+        seconds = _read(self._issue_s, self._places(work)[0], 0)
+        if self._more_s is None:
+            return seconds * work.launches / of
+        return seconds + (work.launches - of) * self._more_s
 
     def turn_s(self, work: Work) -> float:
         """What it takes before it hands ``work`` over."""
         return 0.0 if self._turn_s is None else _read(self._turn_s, self._places(work)[0], 0)
+
+    def keeps(self, work: Work) -> dict[str, float]:
+        """The share of its speed that ``work`` keeps beside zero-copy kernels in full use."""
+        if self._crowded is None:
+            return {}
+        places = self._places(work)[0]
+        share = _read(self._seconds, places, 0) / _read(self._crowded, places, 0)
+        return {"zero_copy": share} if share < 1 else {}
 
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""
