@@ -29,6 +29,10 @@ STALL_S = 600.0
 POLL_S = 20e-6
 # Steps whose events are kept: edges reach one step back, issue runs at most one ahead.
 WINDOW = 4
+# Tasks of a GPU's lane that may have been handed over and not have ended. A driver's queue is not
+# much longer (about a thousand entries, several a task), and launching waits in it until there is
+# room: meanwhile the thread could hand nothing over to lanes that idle.
+MOST_AHEAD = 64
 # Steps that may be bound before the times of the first of them are known: more than that, and
 # records pile up where steps are short.
 UNRESOLVED = 4
@@ -117,6 +121,7 @@ class _Queue:
     def __init__(self, lane: Lane, tasks: tuple[Task, ...], waits: list[tuple[_Wait, ...]]) -> None:
         self.lane, self.tasks, self.waits = lane, tasks, waits
         self.issued = 0  # tasks, of all steps
+        self.ended = 0  # tasks of all steps that are known to have ended
         self.index = self.position = 0  # of the task at the head
         self.records: dict[int, list[Record]] = {}
         # (step, event) of each task, for the last few steps.
@@ -286,6 +291,8 @@ class Issuer(Generic[StepT]):
         task, index = q.tasks[q.position], q.index
         if self.delays is not None and self._is_held(q, task):
             return False
+        if self._far_ahead(q):
+            return False
         waits = q.waits[q.position]
         while q.waited < len(waits):
             w = waits[q.waited]
@@ -339,6 +346,23 @@ class Issuer(Generic[StepT]):
             return self._stop_at is None
         q.reads_host = True
         return True
+
+    def _far_ahead(self, q: _Queue) -> bool:
+        """Whether a lane has so much before it that nothing is to be added."""
+        k = q.issued - MOST_AHEAD
+        if k < q.ended:
+            return False
+        index, position = divmod(k, len(q.tasks))
+        found = q.ends[index % WINDOW][position]
+        if found is not None and found[0] == index:
+            event = found[1]
+            if event.rings:  # a thread's queue has no end
+                return False
+            if not event.ready():
+                self._later(event)
+                return True
+        q.ended = k + 1
+        return False
 
     def _has_recorded(self, w: _Wait, index: int) -> bool:
         of = self._queues[w.lane]
