@@ -195,7 +195,7 @@ def test_in_each_situation_other_things_bind(scripts):
     assert binding["copied"] == {"copy_dense", "copy_expert"}
     chain = {"pre_attn", "post_attn", "route", "copy_counts", "expert", "combine"}
     assert binding["kept, CPU"] >= chain | {"send_qkv", "attn_cpu", "recv_attn"}
-    assert binding["kept, GPU"] >= chain | {"fetch_kv", "attn_gpu"}
+    assert binding["kept, GPU"] >= chain - {"combine"} | {"fetch_kv", "attn_gpu"}
 
 
 # The whole way, on CPU lanes.
