@@ -12,6 +12,7 @@ import numpy as np
 from moegen.errors import InvalidInput
 from moegen.graph.checks import whole
 from moegen.graph.task import Task, TaskGraph
+from moegen.robust import noise_s, settled, standard_error, usual_noise_s
 from moegen.sim.cost import CostModel, checked_cost
 from moegen.sim.delays import (
     BINDS,
@@ -32,7 +33,7 @@ from moegen.timeline import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-ROUNDS = 2
+ROUNDS = 3
 # What delays add to a step is so many times the noise, if they can be chosen.
 NOISE = 10
 # Of a stretch of steps: those before the window that counts, and behind it.
@@ -65,9 +66,15 @@ def causal(
 
     One run goes through stretches of ``steps`` steps: for each op one without a delay, one with
     and one with twice that before each of its tasks, and all of that once a round, up and down
-    in turn, so that drift cancels. How long a delay really was is measured with it. The slope
-    of the period over the delay before a task is then held against that of the simulator with
+    in turn, so that drift shows as noise. How long a delay really was is measured with it. The
+    slope of the period over the delay before a task is then held against the simulator's with
     the same delays: a task of its own on that lane, which draws on nothing.
+
+    Others may disturb the machine meanwhile. The period of a stretch is the mean of two medians
+    of its steps, of every other and of those between, for steps may alternate: where six count or
+    more, one that is disturbed does not show, nor two in a row. The slope is the median over
+    rounds, of a round that over pairs of levels, of the measured periods and of the simulated
+    ones alike: one stretch of an op that is disturbed as a whole does not show either.
 
     Parameters
     ----------
@@ -83,9 +90,11 @@ def causal(
         ``share`` of a step, or to ten times what a stretch differs from the next if that is more,
         as a short run before shows; never to more than a step.
     steps : int
-        Of each stretch, at least 4; the first two and the last do not count.
+        Of each stretch, at least 4; the first two and the last do not count. With 9, single
+        steps that are disturbed do not show.
     rounds : int
-        At least 2: what differs between them is the noise.
+        At least 2: what differs between them is the noise. With 2, a disturbed stretch does not
+        show where a step lengthens along a straight line; with 3, wherever.
     share : float
         Above 0 and at most 1; of ops that ``delay_s`` says nothing of. Long delays stand out of
         the noise and use up slack that short ones leave; the simulator is asked about the same.
@@ -93,15 +102,15 @@ def causal(
     Returns
     -------
     DataFrame
-        One row an op, in the graph's order: ``op``, ``lane``, ``tasks`` of a step,
-        ``delay_s`` (mean of the measured ones at the middle level), ``predicted_slope`` and
+        One row an op, in the graph's order: ``op``, ``lane``, ``tasks`` of a step, ``delay_s``
+        (median over rounds of the measured ones at the middle level), ``predicted_slope`` and
         ``measured_slope`` (seconds of a step for each second before every task: at most about
-        ``tasks``), ``se`` (standard error of the measured one, from how repeated stretches
-        differ: those of this op, or those of the op in the middle if that is more, for a few say
-        little), ``binds`` (the predicted slope is at least half the tasks), ``agrees`` (no
-        further apart than two standard errors or a twentieth of the tasks, or of the same sign;
-        within two standard errors of 0, or less than a twentieth of the tasks, is 0), and
-        ``error`` (predicted / measured - 1).
+        ``tasks``), ``se`` (standard error of the measured one, from how repeated stretches differ,
+        without the one that is furthest off: those of this op, or those of the op in the middle if
+        that is more, for a few say little), ``binds`` (the predicted slope is at least half the
+        tasks), ``agrees`` (no further apart than two standard errors or a twentieth of the tasks,
+        or of the same sign; within two standard errors of 0, or less than a twentieth of the tasks,
+        is 0), and ``error`` (predicted / measured - 1).
 
     Raises
     ------
@@ -129,12 +138,13 @@ def causal(
     timeline = engine.execute(g, plan.n_steps, delays=plan)
     seen = _Seen(timeline, plan, stretches)
     found = {op: seen.of(op, n) for op, (_, n) in of.items()}
-    usual_s = _usual_noise_s(list(found.values()))
+    usual_s = usual_noise_s([f.noise_s for f in found.values()], rounds)
     rows = []
     for op, (lane, n) in of.items():
-        levels_s, measured = found[op].levels_s, found[op].slope
+        delays_s, measured = found[op].delays_s, found[op].slope
+        levels_s = np.median(delays_s, axis=1).tolist()
         predicted = fitted(levels_s, delayed_periods_s(g, cost, op, levels_s, steps))
-        se = max(found[op].noise_s, usual_s) / found[op].spread
+        se = standard_error(max(found[op].noise_s, usual_s), delays_s)
         error = predicted / measured - 1 if measured else np.nan
         binds, agrees = predicted >= BINDS * n, _agree(predicted, measured, se, n)
         rows.append((op, lane, n, levels_s[1], predicted, measured, se, binds, agrees, error))
@@ -145,8 +155,11 @@ def causal(
 def _measurable_s(run: Timeline, steps: int, share: float) -> float:
     """Seconds that delays have to add to a step so that one can tell."""
     each_s = np.diff(run.step_end_s)[1:-1]
-    noise_s = float(each_s.std(ddof=1)) / np.sqrt(steps - _BEFORE - _BEHIND)
-    return float(min(max(share * each_s.mean(), NOISE * noise_s), each_s.mean()))
+    step_s = settled(each_s)
+    # For normal noise, 1.48 times the median distance is the standard deviation.
+    scatter_s = 1.4826 * float(np.median(np.abs(each_s - np.median(each_s))))
+    stretch_s = scatter_s / np.sqrt(steps - _BEFORE - _BEHIND)
+    return float(min(max(share * step_s, NOISE * stretch_s), step_s))
 
 
 @dataclass(frozen=True)
@@ -187,14 +200,12 @@ def _stretches(ops: Sequence[str], rounds: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """Of an op: mean delay before a task by level, slope, and root of the delays' squares;
-    standard deviation of a stretch's period from how repeated ones differ, degrees of freedom."""
+    """Of an op: delays before a task, shape [levels, rounds], slope of the period over them, and
+    standard deviation of a stretch's period."""
 
-    levels_s: list[float]
+    delays_s: np.ndarray
     slope: float
-    spread: float
     noise_s: float
-    dof: int
 
 
 class _Seen:
@@ -203,37 +214,22 @@ class _Seen:
     def __init__(
         self, timeline: Timeline, plan: _Plan, stretches: Sequence[tuple[str, int]]
     ) -> None:
-        ends = timeline.step_end_s
+        each_s = np.diff(timeline.step_end_s, prepend=0.0)
         delayed = timeline.meta["delayed_s"]
         self._points: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for i, (op, level) in enumerate(stretches):
-            counted = plan.counted(i)
-            period_s = (ends[counted[-1]] - ends[counted[0] - 1]) / len(counted)
-            delay_s = float(np.mean([delayed[op][k] for k in counted]))
-            self._points.setdefault((op, level), []).append((delay_s, float(period_s)))
+            # Both the same way: a sleep that overran lengthened its own step.
+            delay_s, period_s = (
+                settled([of[k] for k in plan.counted(i)]) for of in (delayed[op], each_s)
+            )
+            self._points.setdefault((op, level), []).append((delay_s, period_s))
 
     def of(self, op: str, tasks: int) -> _Found:
-        # Delays and periods, shape [levels, rounds], about the mean of their round.
         points = np.array([self._points[op, level] for level in LEVELS])
         x, y = points[..., 0] / tasks, points[..., 1]
-        levels_s = x.mean(axis=1).tolist()
-        x, y = x - x.mean(axis=0), y - y.mean(axis=0)
-        squares = float((x**2).sum())
-        slope = float((x * y).sum()) / squares
-        left = y - slope * x
-        # Of what repeats: a step may not lengthen along a straight line.
-        left -= left.mean(axis=1, keepdims=True)
-        dof = (left.shape[0] - 1) * (left.shape[1] - 1)
-        return _Found(levels_s, slope, squares**0.5, float(np.sqrt((left**2).sum() / dof)), dof)
-
-
-def _usual_noise_s(found: Sequence[_Found]) -> float:
-    """Noise of the op in the middle: where others took the machine a while, one op is far off.
-
-    The median of chi-squared over its degrees of freedom is below 1 (Wilson and Hilferty, 1931).
-    """
-    middle = float(np.median([of.noise_s**2 for of in found]))
-    return float(np.sqrt(middle / (1 - 2 / (9 * found[0].dof)) ** 3))
+        slope = fitted(x, y)
+        # What delays of other lengths than in other rounds made of the period is no noise.
+        return _Found(x, slope, noise_s(y - slope * x))
 
 
 def _agree(predicted: float, measured: float, se: float, tasks: int) -> bool:

@@ -184,6 +184,8 @@ def test_in_each_situation_other_things_bind(scripts):
         g = situation.graph(model)
         ops = situation.held_back(g)
         assert situation.ops is None or set(ops) == set(situation.ops)
+        # Where steps are short, enough of them that a disturbed one does not show.
+        assert not situation.kept or (situation.steps, situation.rounds) == (9, 3)
         df = mg.delay_slopes(g, cost, ops, share=situation.share)
         binding[situation.name] = set(df["op"][df["binds"]])
         held |= set(ops)
@@ -195,7 +197,7 @@ def test_in_each_situation_other_things_bind(scripts):
     assert binding["copied"] == {"copy_dense", "copy_expert"}
     chain = {"pre_attn", "post_attn", "route", "copy_counts", "expert", "combine"}
     assert binding["kept, CPU"] >= chain | {"send_qkv", "attn_cpu", "recv_attn"}
-    assert binding["kept, GPU"] >= chain | {"fetch_kv", "attn_gpu"}
+    assert binding["kept, GPU"] >= chain - {"combine"} | {"fetch_kv", "attn_gpu"}
 
 
 # The whole way, on CPU lanes.
@@ -290,6 +292,8 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
     for name, where in (("kept", "stay on the GPU"), ("copied", "are copied")):
         assert f"- {name}: all weights {where}; B = 16, b_a = 64, 2 slots for KV, 40" in text
         assert f"| {name} | `attn_cpu` | CPU | 2 |" in text
+    found = json.loads((made[1] / "slopes.json").read_text(encoding="utf-8"))
+    assert [(s["steps"], s["rounds"]) for s in found["situations"]] == [(6, 2)] * 2
     assert " of 5, in 2 situations | " in text
     # Where slopes were not come to, all else is there, and it says so.
     less = tmp_path / "less"

@@ -155,14 +155,33 @@ def delay_of(
     return number(given, f"the delay of {op}", above=0)
 
 
-def fitted(delays_s: Sequence[float], periods_s: Sequence[float]) -> float:
-    """Slope of the straight line of least squares."""
-    x, y = np.array(delays_s, dtype=float), np.array(periods_s, dtype=float)
-    # In units of the longest: squares of very short delays would vanish.
-    unit = float(x.max())
-    x, y = x / unit, (y - y.min()) / unit
-    x = x - x.mean()
-    return float(x @ y / (x @ x))
+def fitted(
+    delays_s: Sequence[float] | np.ndarray, periods_s: Sequence[float] | np.ndarray
+) -> float:
+    """Slope of periods over delays, which stretches that are far off do not spoil.
+
+    Of a round, the median over pairs of levels (Theil, 1950; Sen, 1968): of three levels it is
+    the slope from the first to the last, straight or not, for that of two others is always the
+    less or the more. Of rounds, their median: whatever happened in one of three does not show. Of
+    two, which have no middle, it is the median over the pairs of both, and one stretch that is far
+    off does not show where periods lengthen along a straight line.
+
+    Parameters
+    ----------
+    delays_s, periods_s : array_like, shape [levels] or [levels, rounds]
+        Seconds; at least two levels, no two the same.
+    """
+    x, y = (np.asarray(of, dtype=float) for of in (delays_s, periods_s))
+    return float(median_slope(x.reshape(len(x), -1), y.reshape(len(y), -1)))
+
+
+def median_slope(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """As :func:`fitted`, of arrays of shape [levels, rounds, ...] to one of shape [...]."""
+    low, high = np.triu_indices(len(x), 1)
+    slopes = (y[high] - y[low]) / (x[high] - x[low])
+    if slopes.shape[1] == 2:
+        return np.median(slopes, axis=(0, 1))
+    return np.median(np.median(slopes, axis=0), axis=0)
 
 
 def delayed_periods_s(

@@ -38,8 +38,6 @@ CURVE_ROWS, CURVE_CONTEXT = 1024, 640
 STEPS = 5
 # A point that takes longer hangs.
 HANGS_S = 60.0
-# Steps of a stretch with the same delays.
-STRETCH = 5
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -200,8 +198,18 @@ def slopes(args: argparse.Namespace) -> None:
             g = situation.graph(model)
             engine.execute(g, 2)
             ops = situation.held_back(g)
-            frame = mg.causal(engine, g, cost, ops, steps=STRETCH, share=situation.share)
-            _say(f"{situation.name}\n{frame.to_string()}")
+            began = time.perf_counter()
+            frame = mg.causal(
+                engine,
+                g,
+                cost,
+                ops,
+                steps=situation.steps,
+                rounds=situation.rounds,
+                share=situation.share,
+            )
+            took_s = time.perf_counter() - began
+            _say(f"{situation.name}, took {took_s:.1f} s\n{frame.to_string()}")
             rows = json.loads(frame.to_json(orient="records"))
             data["situations"].append(situation.to_dict(model) | {"slopes": rows})
             _write(args.out / "slopes.json", data)

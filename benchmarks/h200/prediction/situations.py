@@ -1,7 +1,9 @@
 """Where delays are injected: in each situation other things bind.
 
 Two layers, so that one waits for the other, and few enough that a step is short. Delays are far
-longer than steps differ from each other on a machine that others use too.
+longer than steps differ from each other on a machine that others use too. Where steps are short,
+stretches are long enough that single steps which others disturb do not show, and there are three
+rounds of them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ class Situation:
         of a layer.
     share : float
         What delays of a class add to a step, as a part of it.
+    steps, rounds : int
+        Of a stretch of steps with the same delays, and of all stretches, as `moegen.causal` takes
+        them.
     b_a, kv_slots : int
         With one slot, history is fetched and attended to in turn.
     ops : tuple of str, optional
@@ -43,6 +48,8 @@ class Situation:
     omega: float
     kept: bool
     share: float
+    steps: int
+    rounds: int
     b_a: int = 64
     kv_slots: int = 2
     ops: tuple[str, ...] | None = None
@@ -74,6 +81,8 @@ class Situation:
             "kept": self.kept,
             "context": self.context,
             "share": self.share,
+            "steps": self.steps,
+            "rounds": self.rounds,
             "strategy": self.strategy(model).to_dict(),
         }
 
@@ -81,15 +90,16 @@ class Situation:
 # A second of a step is dear where weights are copied: what stands beside another op on its lane,
 # or is done once a step, has its turn where they are kept.
 _COPIED = (
-    "copy_dense", "copy_expert", "pre_attn", "attn_cpu", "recv_attn", "fetch_kv", "append_kv",
-    "attn_gpu", "post_attn", "copy_counts", "expert",
+    "copy_dense", "copy_expert", "pre_attn", "attn_cpu", "recv_attn", "fetch_kv", "attn_gpu",
+    "expert",
 )  # fmt: skip
 _KEPT = (
-    "pre_attn", "fetch_kv", "append_kv", "attn_gpu", "post_attn", "route", "copy_counts",
-    "expert", "combine",
+    "pre_attn", "fetch_kv", "append_kv", "attn_gpu", "post_attn", "route", "copy_counts", "expert",
 )  # fmt: skip
 SITUATIONS = (
-    Situation("kept, CPU", rows=512, context=192, omega=1.0, kept=True, share=0.5),
+    Situation(
+        "kept, CPU", rows=512, context=192, omega=1.0, kept=True, share=0.5, steps=9, rounds=3
+    ),
     Situation(
         "kept, GPU",
         rows=512,
@@ -97,9 +107,21 @@ SITUATIONS = (
         omega=0.0,
         kept=True,
         share=0.5,
+        steps=9,
+        rounds=3,
         b_a=128,
         kv_slots=1,
         ops=_KEPT,
     ),
-    Situation("copied", rows=384, context=320, omega=0.4, kept=False, share=0.25, ops=_COPIED),
+    Situation(
+        "copied",
+        rows=384,
+        context=320,
+        omega=0.4,
+        kept=False,
+        share=0.25,
+        steps=5,
+        rounds=2,
+        ops=_COPIED,
+    ),
 )

@@ -34,7 +34,7 @@ def stand_in(raw: Path, folder: Path) -> None:
     for name in MODELS:  # Half as wide numbers take a CPU longer.
         MADE_UP[name] = MADE_UP[name] | {"dtype": "float32"}
     measure.CURVE_ROWS, measure.CURVE_CONTEXT = 32, 200
-    small = {"rows": 16, "context": 40, "omega": 0.4, "share": 0.5}
+    small = {"rows": 16, "context": 40, "omega": 0.4, "share": 0.5, "steps": 6, "rounds": 2}
     measure.SITUATIONS = (
         Situation("kept", **small, kept=True, ops=("pre_attn", "attn_cpu")),
         Situation("copied", **small, kept=False, ops=("pre_attn", "copy_expert", "attn_cpu")),
