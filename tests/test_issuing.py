@@ -20,6 +20,7 @@ from issued import Issued, VirtualLanes, fixed
 
 import moegen as mg
 from moegen.errors import DeadlockError, InvalidInput
+from moegen.exec.issue import MOST_AHEAD
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import Edge, EdgeKind, Lane, TaskGraph
 from moegen.sim.cost import Cost, CostModel
@@ -68,6 +69,29 @@ def test_a_copy_is_launched_when_the_thread_is_through_with_it(lane):
     costs = [cost.estimate(t) for t in graph]
     of = graph, costs, [0, 1, 2], [2.0, 4.0, 1.0], None
     assert run_lanes(*of, cost.latencies) == ([0.0, 2.0, 6.0], [2.0, 6.0, 7.0])
+
+
+@pytest.mark.parametrize("lane", ["BULK", "GPU"])
+def test_the_executors_thread_stays_within_a_drivers_queue(lane):
+    """Else it would wait in a launch, with lanes idle that it could hand something to."""
+    graph = TaskGraph(tuple(task(f"{lane} {i}", lane) for i in range(200)), ())
+    ids = [t.id for t in graph]
+    lanes = VirtualLanes(
+        graph, lambda t: True, dict.fromkeys(ids, 1.0), dict.fromkeys(ids, 1e-3), Latencies()
+    )
+    handed_s, run = {}, lanes._kernels.run
+
+    def seen(t, index, step):
+        handed_s[t.id] = lanes.now_s
+        run(t, index, step)
+
+    lanes._kernels.run = seen
+    took = lanes.run(1)
+    ends_s = [took[i][1] for i in ids]
+    assert ends_s == pytest.approx([i + 1.0 for i in range(200)], abs=1e-2)  # none came late
+    for i, ahead in enumerate(ids[MOST_AHEAD:]):
+        assert handed_s[ahead] >= ends_s[i]
+    assert handed_s[ids[MOST_AHEAD - 1]] < 0.1
 
 
 def test_what_the_host_must_know_is_noticed_later():
