@@ -3,10 +3,10 @@
     python benchmarks/h200/prediction/measure.py OUT --budget-s 540 [--seed 1] [--zip OUT.zip]
 
 Writes OUT/profile.json, OUT/measured.json, OUT/slopes.json and one timeline a point and run. Every
-point of a model runs twice, all of them once before any runs again, so that the spread from run to
-run is known. Each stage is a process of its own: one that hangs is ended, says where it stood, and
-is begun again without the point that it hung at. `kept.py` makes of OUT the results folder that
-predictions and report are made from.
+point of a model runs twice, those of the curve over omega thrice, all of them once before any runs
+again, so that the spread from run to run is known. Each stage is a process of its own: one that
+hangs is ended, says where it stood, and is begun again without the point that it hung at.
+`kept.py` makes of OUT the results folder that predictions and report are made from.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from moegen.units import GIB, parse_bytes
 MODELS = {"mixtral-8x7b": (4, 12, 5, 2048), "deepseek-v2": (3, 6, 3, 2048)}
 CURVE_ROWS, CURVE_CONTEXT = 1024, 640
 STEPS = 5
+# What is near to each other, and is chosen from, runs once more.
+_CLOSE, _MORE = ("omega-", "planned"), 1
 # A point that takes longer hangs.
 HANGS_S = 60.0
 
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--models", nargs="+", default=list(MODELS))
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--runs", type=int, default=2, help="of every point")
+    p.add_argument("--runs", type=int, default=2, help="of a point; one more on the curve")
     p.add_argument("--gpu-memory", type=parse_bytes, default=40 * GIB)
     p.add_argument("--host-memory", type=parse_bytes)
     p.add_argument("--budget-s", type=float, default=560, help="for everything")
@@ -145,8 +147,10 @@ def points(args: argparse.Namespace) -> None:
     _say(f"{args.model}: {len(todo)} points")
     with _engine(args, model) as engine:
         _say("loaded")
-        for run in range(args.runs):
+        for run in range(args.runs + _MORE):
             for point in todo:
+                if run >= args.runs and not point.name.startswith(_CLOSE):
+                    continue
                 key = (args.model, point.name, run)
                 if key in done or key[:2] in failed or time.time() > args.deadline:
                     continue
