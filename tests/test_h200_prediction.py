@@ -224,7 +224,8 @@ def test_every_point_is_predicted(scripts, made):
     assert {m for m, _ in names} == {"tiny", "tiny-latent"} and len(names) == len(points) == 17
     assert len(scripts.judge.held_out(points)) == 5
     for p in points:
-        assert len(p["runs_s"]) == 2 and p["measured_s"] == min(p["runs_s"])
+        often = 3 if p["name"].startswith(("omega-", "planned")) else 2
+        assert len(p["runs_s"]) == often and p["measured_s"] == min(p["runs_s"])
         assert p["spread"] == pytest.approx(max(p["runs_s"]) / min(p["runs_s"]) - 1)
         assert p["error"] == pytest.approx(p["predicted_s"] / p["measured_s"] - 1)
         assert list(p["parts"]) == PARTS
