@@ -206,7 +206,9 @@ def test_a_gather_shares_the_link_with_bulk_copies():
     assert run["recv_attn"] == run["fetch_kv"] == (0.0, pytest.approx(400 / limit))
 
 
-H200 = mg.HardwareSpec.from_name("h200").with_(gpu_memory_bytes=40e9, host_memory_bytes=1e12)
+H200 = mg.HardwareSpec.from_name("h200").with_(
+    gpu_memory_bytes=40e9, host_memory_bytes=1e12, cpu_attn_flops=1e12
+)
 REAL = model_of(*ENTRIES[:4], Company("zero_copy", "host_memory", 0.8, "made up"), hw=H200)
 WORK = mg.Workload.uniform(4000, 512, 256)
 

@@ -5,6 +5,7 @@ The whole way to it is gone on CPU lanes with tiny models, by the scripts that r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,6 +19,11 @@ import numpy as np
 import pytest
 
 import moegen as mg
+from moegen.graph.company import Company
+from moegen.graph.curve import Curve
+from moegen.graph.hardware import field_names
+from moegen.graph.latencies import Latencies
+from moegen.graph.profile_table import ProfileTable
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "h200" / "prediction"
 PARTS = ["task cost", "scheduling and contention", "untracked overhead"]
@@ -31,12 +37,14 @@ def scripts():
     import judge
     import kept
     import predict
+    import ship
     import situations
     import write_report
 
     yield SimpleNamespace(
-        judge=judge, kept=kept, predict=predict, situations=situations, report=write_report
-    )
+        judge=judge, kept=kept, predict=predict, ship=ship, situations=situations,
+        report=write_report,
+    )  # fmt: skip
     for path in paths:
         sys.path.remove(path)
 
@@ -74,6 +82,56 @@ def test_predictions_follow_from_the_results(scripts):
         pytest.skip("nothing has been measured yet: there is no results folder")
     close(json.loads(json.dumps(scripts.predict.predict(kept))), kept.predicted)
     assert sum(path.stat().st_size for path in kept.folder.iterdir()) < 3e6
+
+
+def test_the_profile_that_ships_is_the_one_in_the_results(scripts):
+    if not scripts.kept.Kept().there:
+        pytest.skip("nothing has been measured yet: there is no results folder")
+    table = scripts.ship.shipped(ProfileTable.load(scripts.ship.RESULT))
+    text = scripts.ship.SHIPPED.read_bytes().decode("utf-8")
+    assert text == table.to_json(), "python benchmarks/h200/prediction/ship.py"
+
+
+def test_a_profile_ships_as_it_was_measured_on_the_catalogues_machine(scripts):
+    """Of a made-up one: what was measured stays, what no profile measures is the catalogue's."""
+    hw = mg.HardwareSpec.from_name("h200")
+    machine = dataclasses.replace(
+        hw, name="a-host", gpu_name="NVIDIA H200", cpu_name="Xeon, 16 cores",
+        gpu_memory_bytes=1e11, host_memory_bytes=2e12, gpu_flops=8e14,
+        gpu_efficiency=((1, 0.01), (64, 0.5), (4096, 1.0)), h2d_bytes_per_s=50e9,
+        gpu_workspace_bytes=1.0, load_bytes_per_s=None, link_peak_bytes_per_s=None,
+        rental_usd_per_hour=None, copy_floor_s=None, cpu_call_s=1e-6,
+        source={"gpu_flops": "measured", "gpu_efficiency": "measured", "copy_floor_s": "none"},
+    )  # fmt: skip
+    copies = Curve(("copy_expert",), {"h2d_bytes": (1e6, 1e9)}, (1e-4, 0.02), "made up")
+    company = (Company("h2d", "host_memory", 0.9, "made up"),)
+    latencies = Latencies(1e-5, 2e-5, 3e-5)
+    measured = ProfileTable(
+        machine, "2026-11-30", {"torch": "2.11.0"}, "bfloat16", (copies,), {}, company, latencies
+    )
+    table = scripts.ship.shipped(measured)
+    for key in ("date", "versions", "dtype", "curves", "company", "latencies"):
+        assert getattr(table, key) == getattr(measured, key), key
+    given = {
+        "name", "gpu_memory_bytes", "host_memory_bytes", "gpu_flops", "gpu_workspace_bytes",
+        "load_bytes_per_s", "link_peak_bytes_per_s", "price_usd", "power_w", "rental_usd_per_hour",
+    }  # fmt: skip
+    for key in field_names():
+        of = hw if key in given else machine
+        if key != "gpu_efficiency":
+            assert getattr(table.machine, key) == getattr(of, key), key
+    for tokens in (1, 30, 64, 1000, 9000):
+        products = table.machine.gpu_flops * table.machine.efficiency(tokens)
+        assert products == pytest.approx(8e14 * machine.efficiency(tokens), rel=1e-12)
+    assert table.machine.kind("gpu_flops") == "data sheet"
+    assert "copy_floor_s" not in table.machine.source
+    assert table.peaks == {"gpu_bytes_per_s": 4.8e12, "host_bytes_per_s": None}
+    with pytest.raises(mg.InvalidInput, match="the GPU there is 'NVIDIA H100' and here 'H200'"):
+        other = dataclasses.replace(machine, gpu_name="NVIDIA H100")
+        scripts.ship.shipped(dataclasses.replace(measured, machine=other))
+    with pytest.raises(mg.InvalidInput, match="above the peak of 63"):
+        wrong = dataclasses.replace(copies, seconds=(1e-4, 0.01))
+        scripts.ship.shipped(dataclasses.replace(measured, curves=(wrong,)))
 
 
 def test_without_results_the_report_says_so(scripts, tmp_path):

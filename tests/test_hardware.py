@@ -48,7 +48,8 @@ def test_explain_gives_sources_whole():
 def test_kinds_of_sources():
     hw = HardwareSpec.from_name("h200").with_(launch_s=1e-6)
     kinds = {
-        key: hw.kind(key) for key in ("h2d_bytes_per_s", "cpu_attn_flops", "launch_s", "power_w")
+        key: hw.kind(key)
+        for key in ("h2d_bytes_per_s", "rental_usd_per_hour", "launch_s", "power_w")
     }
     assert list(kinds.values()) == ["measured", "assumed", "set by the caller", "no source"]
     assert dataclasses.replace(hw, source={"launch_s": "my notes"}).kind("launch_s") == "stated"

@@ -2,7 +2,8 @@
 
     python benchmarks/h200/prediction/write_report.py
 
-`measure.py`, `kept.py` and `predict.py` make the results, in this order.
+`measure.py`, `kept.py` and `predict.py` make the results, in this order; `ship.py` makes the
+profile among them the one that ships with moegen.
 """
 
 from __future__ import annotations
