@@ -37,7 +37,7 @@ LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _PLACES = 64  # that gathers go to in turn
 _UNCACHED_BYTES = 96 << 20
 # Of KV: more than the caches of a server's processor hold.
-_UNCACHED_KV_BYTES = 1 << 30
+_UNCACHED_HOST_BYTES = 1 << 30
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
 LATENT_HEADS, LATENT, ROPE, LATENT_CONTEXT = 128, 512, 64, 128
@@ -141,7 +141,7 @@ def grouped(rows: int, dtype: torch.dtype, decode: CpuDecode) -> tuple[Work, int
     """Decode attention of ``rows`` rows, each time others, and the bytes of their KV."""
     shape = DecodeShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, False, HEAD_DIM**-0.5)
     nbytes = rows * CONTEXT * shape.kv_width * dtype.itemsize
-    attend = _attention(shape, rows, CONTEXT, -(-_UNCACHED_KV_BYTES // nbytes), dtype, decode)
+    attend = _attention(shape, rows, CONTEXT, -(-_UNCACHED_HOST_BYTES // nbytes), dtype, decode)
     return attend, nbytes
 
 
@@ -218,10 +218,10 @@ def gather(
     return lambda: transfer.gather(slot, kv, next(starts), length, to), slot.nbytes
 
 
-def host_stream(data: Tensor) -> Found:
+def host_stream() -> Found:
     """Bytes of host memory that all cores together read in a second."""
     with closing(cpu_decode(cores())) as readers:
-        read, nbytes = _read(data, readers)
+        read, nbytes = _read(readers)
         spans = []
         for _ in range(24):
             t = time.perf_counter()
@@ -231,19 +231,19 @@ def host_stream(data: Tensor) -> Found:
     return {"host_bytes_per_s": (nbytes / undisturbed(spans), how)}
 
 
-def host_beside_link(bench: Bench, data: Tensor, up: Work, up_bytes: int) -> Found:
+def host_beside_link(bench: Bench, up: Work, up_bytes: int) -> Found:
     """Bytes of host memory that all cores read and the link carries in a second, together."""
     with closing(cpu_decode(cores())) as readers:
-        read, nbytes = _read(data, readers)
+        read, nbytes = _read(readers)
         by_cores = nbytes / bench.seconds(Lane.CPU, read, beside=(Lane.BULK, up))
         by_link = up_bytes / bench.seconds(Lane.BULK, up, beside=(Lane.CPU, read))
     how = f"{cores()} threads that read host memory, and copies to the GPU meanwhile, together"
     return {"host_bytes_per_s": (by_cores + by_link, how)}
 
 
-def _read(data: Tensor, readers: CpuDecode) -> tuple[Work, int]:
-    """All cores reading a quarter of ``data``, each time another, and its bytes."""
-    pieces = data.chunk(4)
+def _read(readers: CpuDecode) -> tuple[Work, int]:
+    """All cores reading a quarter of what no cache holds, each time another, and its bytes."""
+    pieces = torch.ones(_UNCACHED_HOST_BYTES, dtype=torch.uint8).chunk(4)
     parts = itertools.cycle(pieces)
     return lambda: readers.read(next(parts)), pieces[0].nbytes
 
@@ -280,7 +280,7 @@ def cpu_lanes(dtype: torch.dtype) -> Found:
             nbytes / bench.seconds(Lane.KV, work, beside=company),
             f"KV rows of 128 tokens copied one by one, {by}, beside products",
         )
-        found |= host_stream(data)
+        found |= host_stream()
         del data, work
         found |= cpu_attention(bench, dtype, decode, company)
     return found
@@ -365,7 +365,7 @@ def _link(bench: Bench, data: Tensor, kind: str) -> Found:
         nbytes / bench.seconds(Lane.ACT, down, beside=(Lane.BULK, up)),
     )
     how = f"{kind} copies of 128 MiB"
-    return host_beside_link(bench, data, up, nbytes) | {
+    return host_beside_link(bench, up, nbytes) | {
         "h2d_bytes_per_s": (h2d, how),
         "d2h_bytes_per_s": (d2h, how),
         "duplex_bytes_per_s": (both, f"{how} in both directions at once, the slower one"),
