@@ -36,7 +36,7 @@ LONGEST_S = 0.25  # of a product: beyond it the curve stays flat
 LINK_BYTES = 256 << 20  # of host memory, to copy from and to
 _PLACES = 64  # that gathers go to in turn
 _UNCACHED_BYTES = 96 << 20
-# Of KV: more than the caches of a server's processor hold.
+# Of host memory: more than the caches of a server's processor hold.
 _UNCACHED_HOST_BYTES = 1 << 30
 # A grouped-query shape, and the absorbed latent of DeepSeek-V2.
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 32, 8, 128, 512
