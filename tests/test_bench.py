@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from handmade import task, tid
@@ -10,7 +11,7 @@ from small_models import MIXTRAL
 
 import moegen as mg
 from moegen.bench import Phase, _reached, mixed_prompts, mixed_wave, plan_for_layers
-from moegen.cli import main
+from moegen.cli import main, words
 from moegen.cli.words import benched
 from moegen.graph.sound import sound_plan
 from moegen.graph.task import Lane, TaskGraph, Work
@@ -67,6 +68,23 @@ def test_both_phases_are_measured_and_held_to_the_bound(folder, tmp_path, capsys
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize(("share", "said"), [(0.98, False), (1.01, False), (1.3, True)])
+def test_a_bound_that_is_exceeded_was_made_of_slow_rates(share, said, monkeypatch):
+    phase = SimpleNamespace(
+        graph=None,
+        measured=SimpleNamespace(period_s=1.0),
+        tokens_per_s=1.0,
+        bound=SimpleNamespace(seconds=share, binds="BULK"),
+        share_of_bound=share,
+        predicted=SimpleNamespace(period_s=1.0),
+        error=0.0,
+        reached=(),
+    )
+    monkeypatch.setattr(words, "_brought", lambda *_: "a token")
+    told = "\n".join(benched({"decode": phase, "prefill": phase}))
+    assert ("the rates were measured too low" in told) == said
+
+
 def test_prompts_of_mixed_lengths_are_measured_beside_those_of_one(folder, capsys):
     pytest.importorskip("torch")
     line = f"bench {folder} --load-format dummy {SMALL} --device cpu --omega 0.5 --mixed 1:30"

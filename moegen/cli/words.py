@@ -278,6 +278,9 @@ def measuring(name: str, graph: mg.TaskGraph, steps: int, step_s: float) -> str:
     )
 
 
+_SURELY_MORE = 1.02
+
+
 def benched(phases: dict[str, Phase], longest: int | None = None) -> Iterator[str]:
     """What was measured of a step of each phase; ``longest`` was asked of the mixed prompts."""
     for name, phase in phases.items():
@@ -289,9 +292,12 @@ def benched(phases: dict[str, Phase], longest: int | None = None) -> Iterator[st
         head = f"{name.capitalize()}: {phase.tokens_per_s:,.1f} tokens/s"
         yield head + (against if mixed else "")
         yield f"  a step     {format_seconds(measured)} for {brings}"
+        # A bound is no truer than the rates that it rests on.
+        slower = phase.share_of_bound > _SURELY_MORE
         yield (
             f"  bound      {format_seconds(phase.bound.seconds)} for {part(phase.bound.binds)}: "
             f"{phase.share_of_bound:.1%} of it reached"
+            + (", so the rates were measured too low, on a busier machine" if slower else "")
         )
         yield (
             f"  predicted  {format_seconds(phase.predicted.period_s)}, {phase.error:+.1%} against "
