@@ -74,7 +74,7 @@ def test_a_bound_that_is_exceeded_was_made_of_slow_rates(share, said, monkeypatc
         graph=None,
         measured=SimpleNamespace(period_s=1.0),
         tokens_per_s=1.0,
-        bound=SimpleNamespace(seconds=share, binds="BULK"),
+        bound=SimpleNamespace(seconds=share, binds="lane BULK"),
         share_of_bound=share,
         predicted=SimpleNamespace(period_s=1.0),
         error=0.0,
