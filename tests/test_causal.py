@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from handmade import edge, random_durations, random_graph, task
 from small_models import mixtral
@@ -267,6 +269,23 @@ def test_the_picture_names_every_class(tmp_path):
     ax.figure.savefig(tmp_path / "causal.png")
     alone = mg.plot.causal(mg.delay_slopes(overlap(), cost))
     assert len(alone.get_legend().get_texts()) == 1
+
+
+def test_noise_does_not_squeeze_the_picture(tmp_path):
+    """One op of which nothing is known leaves the others their room, and says what it is."""
+    rows = [("a", 2, 2.0, 1.9, 0.1), ("b", 1, 1.0, 2.7, 1.5), ("c", 4, 0.0, -1.0, 1.0)]
+    df = pd.DataFrame(rows, columns=["op", "tasks", "predicted_slope", "measured_slope", "se"])
+    df = df.assign(lane="GPU")
+    ax = mg.plot.causal(df)
+    assert -0.6 < ax.get_xlim()[0] < ax.get_xlim()[1] < 1.6
+    assert [t.get_text() for t in ax.texts] == ["2.70 ± 3.00 →", "← -0.25 ± 0.50"]
+    ax.figure.savefig(tmp_path / "causal.png")
+    # Pictures that share an axis end at the same places, and what fits is written nowhere.
+    _, axes = plt.subplots(2, sharex=True)
+    mg.plot.causal(df, axes[0])
+    mg.plot.causal(df[:1], axes[1])
+    assert axes[0].get_xlim() == axes[1].get_xlim() == ax.get_xlim()
+    assert len(axes[1].texts) == 0
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
