@@ -250,6 +250,20 @@ def test_more_noise_asks_for_longer_delays():
     assert 1.5 * quiet < loud < deaf
 
 
+@pytest.mark.parametrize(("delay_s", "longest"), [(None, "11 min 45 s"), (0.2, "11 min 58 s")])
+def test_it_says_how_long_it_takes(delay_s, longest):
+    """Every step of six seconds; a delay goes before three tasks of a step."""
+    g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0})
+    said: list[str] = []
+    mg.causal(SimulatedEngine(cost), g, cost, delay_s=delay_s, on_progress=said.append)
+    assert len(said) == 2 and "simulating" in said[1]
+    # Two ops, three levels, three rounds of six steps, and one step behind them: 654 s.
+    assert said[0].startswith("running 109 steps: 2 ops, 3 delays, 3 rounds of 6; 10 min 54 s")
+    # Each op is held back at three tasks a step, by 0, 1 and 2 delays: of 0.2 s, or of 0.16 s,
+    # which are 8% of a step among its three tasks, in 36 steps a level.
+    assert f"{longest} at most" in said[0], said
+
+
 def test_a_wrong_model_is_found_out():
     """The machine's kernels are slower than the model thinks: they bind, not the copies."""
     engine = SimulatedEngine(CostModel.fixed({"copy": 2.0, "use": 3.0}))

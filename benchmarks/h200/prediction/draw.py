@@ -134,7 +134,7 @@ def slopes(found: Data, axes: Sequence[Axes] | None = None) -> list[Axes]:
 
     frames = {s["name"]: pd.DataFrame(s["slopes"]) for s in found["situations"]}
     if axes is None:
-        heights = [1.3 + 0.3 * len(frame) for frame in frames.values()]
+        heights = [1.0 + 0.26 * len(frame) for frame in frames.values()]
         _, grid = plt.subplots(
             len(frames),
             figsize=(8.5, sum(heights)),
