@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ from moegen.sim.delays import (
 )
 from moegen.sim.engine import simulate
 from moegen.timeline import Timeline
+from moegen.units import format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,6 +62,7 @@ def causal(
     steps: int = STEPS,
     rounds: int = ROUNDS,
     share: float = SHARE,
+    on_progress: Callable[[str], object] = lambda _: None,
 ) -> pd.DataFrame:
     """Hold back every task of an op on its lane, op by op, and see what a step makes of it.
 
@@ -75,6 +77,10 @@ def causal(
     more, one that is disturbed does not show, nor two in a row. The slope is the median over
     rounds, of a round that over pairs of levels, of the measured periods and of the simulated
     ones alike: one stretch of an op that is disturbed as a whole does not show either.
+
+    It takes ``3 * rounds * steps`` steps for each op, and delays make some of them longer:
+    two ops of a step of half a second take a minute. Name the ops that matter, or give fewer
+    ``steps`` and ``rounds``.
 
     Parameters
     ----------
@@ -98,6 +104,9 @@ def causal(
     share : float
         Above 0 and at most 1; of ops that ``delay_s`` says nothing of. Long delays stand out of
         the noise and use up slack that short ones leave; the simulator is asked about the same.
+    on_progress : callable
+        Given a line of text before the run, with how long it will take, and before the
+        simulations after it.
 
     Returns
     -------
@@ -128,14 +137,25 @@ def causal(
     of = delayed_ops(g, ops)
     check_delays(delay_s, of)
     share = checked_share(share)
-    simulate(g, checked_cost(cost))  # refused before anything is run
+    step_s = simulate(g, checked_cost(cost), 3).period_s  # refused before anything is run
     delays = {op: delay_of(op, delay_s, n, 0.0) for op, (_, n) in of.items()}
     if not isinstance(delay_s, Real):
-        added_s = _measurable_s(engine.execute(g, 2 * steps + _BEHIND), steps, share)
+        short = engine.execute(g, 2 * steps + _BEHIND)
+        step_s, added_s = (
+            settled(np.diff(short.step_end_s)[1:-1]),
+            _measurable_s(short, steps, share),
+        )
         delays = {op: delay_of(op, delay_s, n, added_s) for op, (_, n) in of.items()}
     stretches = _stretches(list(of), rounds)
     plan = _Plan([(op, level * delays[op]) for op, level in stretches], steps)
+    added_s = sum(steps * seconds * of[op][1] for op, seconds in plan.stretches)
+    on_progress(
+        f"running {plan.n_steps} steps: {len(of)} ops, {len(LEVELS)} delays, {rounds} rounds of "
+        f"{steps}; {format_seconds(plan.n_steps * step_s)} without delays, "
+        f"{format_seconds(plan.n_steps * step_s + added_s)} at most with them"
+    )
     timeline = engine.execute(g, plan.n_steps, delays=plan)
+    on_progress("simulating the same delays")
     seen = _Seen(timeline, plan, stretches)
     found = {op: seen.of(op, n) for op, (_, n) in of.items()}
     usual_s = usual_noise_s([f.noise_s for f in found.values()], rounds)

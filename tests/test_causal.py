@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 from handmade import edge, random_durations, random_graph, task
 from small_models import mixtral
@@ -248,6 +250,20 @@ def test_more_noise_asks_for_longer_delays():
     assert 1.5 * quiet < loud < deaf
 
 
+@pytest.mark.parametrize(("delay_s", "longest"), [(None, "11 min 45 s"), (0.2, "11 min 58 s")])
+def test_it_says_how_long_it_takes(delay_s, longest):
+    """Every step of six seconds; a delay goes before three tasks of a step."""
+    g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0})
+    said: list[str] = []
+    mg.causal(SimulatedEngine(cost), g, cost, delay_s=delay_s, on_progress=said.append)
+    assert len(said) == 2 and "simulating" in said[1]
+    # Two ops, three levels, three rounds of six steps, and one step behind them: 654 s.
+    assert said[0].startswith("running 109 steps: 2 ops, 3 delays, 3 rounds of 6; 10 min 54 s")
+    # Each op is held back at three tasks a step, by 0, 1 and 2 delays: of 0.2 s, or of 0.16 s,
+    # which are 8% of a step among its three tasks, in 36 steps a level.
+    assert f"{longest} at most" in said[0], said
+
+
 def test_a_wrong_model_is_found_out():
     """The machine's kernels are slower than the model thinks: they bind, not the copies."""
     engine = SimulatedEngine(CostModel.fixed({"copy": 2.0, "use": 3.0}))
@@ -267,6 +283,23 @@ def test_the_picture_names_every_class(tmp_path):
     ax.figure.savefig(tmp_path / "causal.png")
     alone = mg.plot.causal(mg.delay_slopes(overlap(), cost))
     assert len(alone.get_legend().get_texts()) == 1
+
+
+def test_noise_does_not_squeeze_the_picture(tmp_path):
+    """One op of which nothing is known leaves the others their room, and says what it is."""
+    rows = [("a", 2, 2.0, 1.9, 0.1), ("b", 1, 1.0, 2.7, 1.5), ("c", 4, 0.0, -1.0, 1.0)]
+    df = pd.DataFrame(rows, columns=["op", "tasks", "predicted_slope", "measured_slope", "se"])
+    df = df.assign(lane="GPU")
+    ax = mg.plot.causal(df)
+    assert -0.6 < ax.get_xlim()[0] < ax.get_xlim()[1] < 1.6
+    assert [t.get_text() for t in ax.texts] == ["2.70 ± 3.00 →", "← -0.25 ± 0.50"]
+    ax.figure.savefig(tmp_path / "causal.png")
+    # Pictures that share an axis end at the same places, and what fits is written nowhere.
+    _, axes = plt.subplots(2, sharex=True)
+    mg.plot.causal(df, axes[0])
+    mg.plot.causal(df[:1], axes[1])
+    assert axes[0].get_xlim() == axes[1].get_xlim() == ax.get_xlim()
+    assert len(axes[1].texts) == 0
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -16,6 +17,9 @@ import moegen as mg  # noqa: E402
 from moegen.exec.lanes import Clock, open_streams, prepare_delays  # noqa: E402
 from moegen.graph.task import Lane  # noqa: E402
 from moegen.sim.cost import CostModel  # noqa: E402
+from tests.documents import Document  # noqa: E402
+
+matplotlib.use("agg")
 
 pytestmark = pytest.mark.cpu
 S = mg.Strategy(B=8, b_a=2, b_e=64, omega=0.5)
@@ -38,6 +42,33 @@ def cost(engine, graph):
     """The roofline of any machine, corrected by a run on this one."""
     run = engine.execute(graph, 8)
     return CostModel.roofline(mg.HardwareSpec.from_name("c2")).corrected(run)
+
+
+def test_what_concepts_says_of_delays_and_spread_runs(engine, tmp_path, monkeypatch, capsys):
+    blocks = Document("docs/concepts.md").code("py")
+    causal, spread = (next(b for b in blocks if x in b) for x in ("mg.causal(", "mg.Spread.of("))
+    monkeypatch.chdir(tmp_path)
+    # What moegen profile would leave, of another machine.
+    measured = CostModel.from_profile("h200", hw=mg.HardwareSpec.from_name("h200"))
+    monkeypatch.setattr(mg.CostModel, "from_profile", {"here.json": measured}.__getitem__)
+
+    class Opened:
+        def __enter__(self):
+            return engine
+
+        def __exit__(self, *_):
+            """Other tests use it too."""
+
+    monkeypatch.setattr(mg.Engine, "from_pretrained", lambda *_, **__: Opened())
+    names = {"mg": mg}
+    for text in (causal, spread):
+        exec(compile(text, "docs/concepts.md", "exec"), names)
+    names |= {"measured": names["runs"][0], "cost": names["known"]}
+    exec(next(b for b in blocks if ".corrected(measured)" in b), names)
+    said = capsys.readouterr().out
+    assert "running 109 steps: 2 ops" in said and "measured_slope" in said
+    assert "<Uncertainty period" in said and "s a step" in said
+    assert (tmp_path / "slopes.png").stat().st_size > 10_000
 
 
 def test_a_run_says_how_long_its_delays_were(engine, graph):
@@ -183,7 +214,7 @@ def test_questions_in_the_docs_have_answers(engine, graph, capsys):
     from tests.documents import Document
 
     run = mg.Timeline.from_dict(engine.execute(graph, 6).to_dict())
-    (block,) = Document("docs/concepts.md").code("py")
+    (block,) = (b for b in Document("docs/concepts.md").code("py") if "mg.what_if(" in b)
     exec(block, {"mg": mg, "hw": mg.HardwareSpec.from_name("c2"), "measured": run})
     link, knobs, op = capsys.readouterr().out.splitlines()
     assert link.startswith("link twice as fast: ") and link.endswith("%")

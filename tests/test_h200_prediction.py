@@ -38,12 +38,15 @@ def scripts():
     import kept
     import predict
     import ship
+    import shown
+    import shown_delays
+    import shown_ops
     import situations
     import write_report
 
     yield SimpleNamespace(
         judge=judge, kept=kept, predict=predict, ship=ship, situations=situations,
-        report=write_report,
+        report=write_report, shown=shown, ops=shown_ops, delays=shown_delays,
     )  # fmt: skip
     for path in paths:
         sys.path.remove(path)
@@ -74,6 +77,14 @@ def test_report_is_that_of_the_results(scripts):
     assert text == scripts.report.report(), "python benchmarks/h200/prediction/write_report.py"
     if not scripts.kept.Kept().there:
         assert "Nothing has been measured yet." in text
+
+
+def test_the_readme_says_what_was_found(scripts):
+    kept = scripts.kept.Kept()
+    if not kept.there:
+        pytest.skip("nothing has been measured yet: there is no results folder")
+    readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
+    assert scripts.shown.summary(kept) in readme, "write_report.py says what README.md must say"
 
 
 def test_predictions_follow_from_the_results(scripts):
@@ -203,34 +214,114 @@ def test_regret_is_what_the_choice_loses(scripts):
 
 
 def test_ops_are_judged_by_the_median_over_points(scripts):
-    def of(predicted_s, spread):
+    def of(predicted_s, spread, **where):
         op = {"lane": "GPU", "tasks": 10, "measured_s": 1e-3, "spread": spread}
-        return point("decode-1", 0.1, 0.1) | {"ops": {"x": op | {"predicted_s": predicted_s}}}
+        return point("decode-1", 0.1, 0.1, **where) | {
+            "ops": {"x": op | {"predicted_s": predicted_s}}
+        }
 
     [good] = scripts.judge.by_op([of(1.02e-3, 0.1), of(0.97e-3, 0.1), of(3e-3, 0.1)])
     assert good["met"] and good["median"] == pytest.approx(0.03) and good["why"] == ""
     assert good["share"] == pytest.approx(0.01) and good["of_step"] == pytest.approx(0.0002)
+    assert good["sign"] == 0
     [bad] = scripts.judge.by_op([of(0.5e-3, 0.7), of(0.6e-3, 0.7)])
-    assert not bad["met"] and bad["signed"] == pytest.approx(-0.45)
+    assert not bad["met"] and bad["signed"] == pytest.approx(-0.45) and bad["sign"] == -1
     assert "from run to run itself" in bad["why"]
     assert "takes 100 µs, 45 µs longer than predicted" in bad["why"]
     assert "too fast in 2 of 2 points" in bad["why"]
-
-
-def test_slopes_that_bind_are_held_to_a_fifth(scripts):
-    rows = [
-        {"binds": True, "agrees": True, "error": -0.19},
-        {"binds": True, "agrees": True, "error": 0.21},
-        {"binds": True, "agrees": False, "error": None},
-        {"binds": False, "agrees": True, "error": 9.0},
+    # One model's error does not hide in another's.
+    points = [
+        of(1e-3, 0.1),
+        of(1e-3, 0.1),
+        of(4e-3, 0.1, model="n"),
+        of(5e-4, 0.1, phase="prefill"),
     ]
+    rows = {(r["model"], r["phase"]): r for r in scripts.judge.by_op(points)}
+    medians = {where: r["median"] for where, r in rows.items()}
+    expected = {("m", "decode"): 0, ("n", "decode"): 3.0, ("m", "prefill"): 0.5}
+    assert medians == pytest.approx(expected) and rows["m", "decode"]["points"] == 2
+    text = "\n".join(scripts.ops.ops(points)).split("<details>")
+    assert "| op | lane | m decode | n decode | m prefill |" in text[0]
+    assert "| `x` | GPU | ±0.0% of 1% | **+300.0%** of 1% | **-50.0%** of 1% |" in text[0]
+    assert "- `x`, n decode: " in text[0] and "| `x` | GPU | n | decode | 1 | 1.0% |" in text[1]
+
+
+def test_short_ops_are_folded(scripts):
+    op = {"lane": "GPU", "tasks": 1, "measured_s": 1e-4, "predicted_s": 2e-4, "spread": None}
+    long = op | {"measured_s": 0.05, "predicted_s": 0.05}
+    points = [point("decode-1", 0.1, 0.1) | {"ops": {"brief": op, "long": long}}]
+    shown, folded = "\n".join(scripts.ops.ops(points)).split("<details>")
+    assert "`long`" in shown and "`brief`" not in shown and "None misses." in shown
+    assert "| `brief` | GPU | m | decode |" in folded
+
+
+def slope(op, predicted, measured, se, agrees=True, tasks=2):
+    binds, error = predicted >= tasks / 2, predicted / measured - 1 if measured else None
+    return {
+        "op": op, "lane": "GPU", "tasks": tasks, "delay_s": 0.01, "predicted_slope": predicted,
+        "measured_slope": measured, "se": se, "binds": binds, "agrees": agrees, "error": error,
+    }  # fmt: skip
+
+
+def test_slopes_that_bind_are_held_to_a_fifth_and_noise_tells_nothing(scripts):
+    found = {
+        "model": "m",
+        "layers": 2,
+        "situations": [
+            {"name": "a", "slopes": [slope("near", 2.0, 1.8, 0.1), slope("far", 2.0, 1.5, 0.1)]},
+            {
+                "name": "b",
+                "slopes": [
+                    slope("none", 0.0, 0.02, 0.03),
+                    slope("loud", 1.9, 2.4, 1.3),  # from -0.1 to 2.5 a task
+                    slope("loud none", 0.0, -0.4, 0.3),
+                    slope("wrong", 2.0, 0.0, 0.01, agrees=False),
+                ],
+            },
+        ],
+    }  # fmt: skip
+    for situation in found["situations"]:
+        situation |= {"kept": True, "context": 9, "share": 0.5}
+        situation["strategy"] = {"B": 4, "b_a": 2, "kv_slots": 1, "omega": 0.0}
+    rows = scripts.judge.slope_rows(found)
+    assert [r["situation"] for r in rows] == ["a"] * 2 + ["b"] * 4
+    assert [r["told"] for r in rows] == [True, True, True, False, False, True]
+    assert rows[1]["measured"] == pytest.approx(0.75) and rows[1]["within"] == pytest.approx(0.1)
     s = scripts.judge.Slopes.of(rows)
-    assert (s.classes, s.agree, s.binding, s.close) == (4, 3, 3, 1)
-    # Of several situations all count.
-    found = {"situations": [{"name": "a", "slopes": rows[:1]}, {"name": "b", "slopes": rows[1:]}]}
-    all_rows = scripts.judge.slope_rows(found)
-    assert [r["situation"] for r in all_rows] == ["a", "b", "b", "b"]
-    assert scripts.judge.Slopes.of(all_rows) == s
+    assert (s.classes, s.agree, s.untold, s.binding, s.close) == (6, 3, 2, 4, 1)
+    text = "\n".join(scripts.delays.delays(found))
+    assert "| b | `loud` | GPU | 2 | 10.0 ms | 0.95 | 1.20 ± 1.30 | yes | cannot be told |" in text
+    doubtful, far = text.split("Where the sign cannot be told")[1].split("Where an op that binds")
+    assert [op for op in ("near", "far", "none", "loud", "loud none", "wrong")
+            if f"`{op}`" in doubtful] == ["loud", "loud none", "wrong"]  # fmt: skip
+    assert "`far`: predicted 1.00, measured 0.75 ± 0.10" in far and "near" not in far
+    first, second = scripts.shown._slopes(found)
+    assert first[1:] == ("3 of 6, in 2 situations; of 2 the noise hides it", "**no**, 1 short")
+    assert second[1:] == ("1 of 4", "**no**, 3 short")
+    found["situations"][1]["slopes"].pop()
+    assert scripts.shown._slopes(found)[0][2] == "yes, where it can be told"
+
+
+def test_a_bias_of_the_curve_is_no_scatter(scripts):
+    def curve(*rates):
+        low_high = {"tokens_per_s": 100.0, "low": 95.0, "high": 105.0}
+        return [low_high | {"measured_tokens_per_s": rate} for rate in rates]
+
+    [below, _] = scripts.report._bias(curve(98, 98, 97, 98, 101))
+    assert "reaches 5.0% to either side" in below and "points are 2.0% off" in below
+    assert "4 of 5 lie below the prediction: that is a bias" in below
+    assert "on both sides" in scripts.report._bias(curve(98, 103, 97, 101, 101))[0]
+
+
+def test_mean_and_median_steps_that_differ_are_named(scripts):
+    apart = {"error": 0.05, "period_error_s": -0.02, "measured_period_s": 1.25}
+    same = {"error": -0.01, "period_error_s": -0.02, "measured_period_s": 1.0}
+    points = [point("a", 1.0, 1.05) | apart, point("b", 1.0, 0.99) | same]
+    lines = scripts.report._disturbed(points)
+    assert [x for x in lines if x.startswith("-")] == [
+        "- m a: a step took 1000.0 ms in the median and 1250.0 ms in the mean"
+    ]
+    assert scripts.report._disturbed(points[1:]) == []
 
 
 def test_in_each_situation_other_things_bind(scripts):
@@ -353,7 +444,7 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
         assert f"| {name} | `attn_cpu` | CPU | 2 |" in text
     found = json.loads((made[1] / "slopes.json").read_text(encoding="utf-8"))
     assert [(s["steps"], s["rounds"]) for s in found["situations"]] == [(6, 2)] * 2
-    assert " of 5, in 2 situations | " in text
+    assert " of 5, in 2 situations" in text
     # Where slopes were not come to, all else is there, and it says so.
     less = tmp_path / "less"
     shutil.copytree(made[1], less)

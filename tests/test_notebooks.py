@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import time
 from pathlib import Path
 
@@ -79,7 +81,8 @@ assert not on_gpu or (errors.n >= 24 and errors.median <= 0.03 and kept.notes["s
 """,
 }
 # Where nothing was measured on a GPU, the notebook measures here, and numbers are others each time.
-MEASURED = (ROOT / "benchmarks" / "h200" / "prediction" / "results" / "measured.json").exists()
+MEASUREMENTS = ROOT / "benchmarks" / "h200" / "prediction" / "results" / "measured.json"
+MEASURED = MEASUREMENTS.exists()
 NEEDS_NO_TORCH = """
 import sys
 assert "torch" not in sys.modules and "transformers" not in sys.modules
@@ -125,12 +128,35 @@ def test_it_runs_quickly_and_its_conclusion_holds(path, monkeypatch):
         assert line in saved, "jupyter execute --inplace it"
 
 
+def test_what_is_saved_is_of_the_results():
+    """Not of the models that stand in where nothing was measured."""
+    folder = MEASUREMENTS.parent
+    if not MEASUREMENTS.exists():
+        pytest.skip("nothing has been measured yet: there is no results folder")
+    gpu = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))["machine"]["gpu"]
+    predicted = json.loads((folder / "predicted.json").read_text(encoding="utf-8"))
+    path = ROOT / "notebooks" / "05_predicted_vs_measured.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    saved = printed(notebook)
+    again = f"jupyter execute --inplace {path.relative_to(ROOT)}"
+    assert f"measured on: {gpu}\n" in saved, again
+    assert f"\n{len(predicted['points'])} points, " in saved, again
+    drawn = [
+        abs(p["error"])
+        for p in predicted["points"]
+        if p["name"].startswith(("decode-", "prefill-"))
+    ]
+    words = f"error {statistics.median(drawn):.1%} in the median, {max(drawn):.1%} at worst"
+    assert f"{len(drawn)} points drawn at random: {words}" in saved, again
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_saved_as_run_from_the_top(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert [cell for cell in notebook.cells if "execution" in cell.metadata] == []  # only times
     kinds = [output["output_type"] for cell in code for output in cell.outputs]
     assert "error" not in kinds
     assert any("image/png" in output.get("data", {}) for cell in code for output in cell.outputs)

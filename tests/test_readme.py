@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 
 import matplotlib
@@ -64,6 +66,26 @@ def test_commands_that_need_no_checkpoint_run(line, tmp_path, monkeypatch, capsy
     said = capsys.readouterr()
     assert exit_.value.code == 0, said.err
     assert said.out
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_what_is_tried_in_a_clone_leaves_nothing_to_commit(name):
+    """Files and folders that commands and Python name, when they are run where they are read."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("this is no clone")
+    document = Document(name)
+    code = "\n".join(document.shell + document.code("python") + document.code("py"))
+    names = set(re.findall(r"(?<![\w/.-])[\w-]+\.(?:jsonl?|png|csv)\b", code))
+    names |= set(re.findall(r"--folder ([\w-]+)", code))
+    assert names >= (
+        {"real.json", "answers.jsonl", "my-demo"} if name == "README.md" else {"t.json"}
+    )
+    names |= {f"{x}.partial" for x in names if x.endswith("answers.jsonl")}
+    paths = [f"{x}/a" if "." not in x else x for x in sorted(names)]
+    ignored = subprocess.run(
+        ["git", "check-ignore", *paths], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ignored.stdout.splitlines() == paths
 
 
 def test_every_command_is_shown():

@@ -50,3 +50,21 @@ def tera(rate: float) -> str:
 
 def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
+
+
+def pct(x: float) -> str:
+    return f"{x:.1%}"
+
+
+def signed(x: float) -> str:
+    return f"{x:+.1%}".replace("-0.0%", "+0.0%")
+
+
+def short(seconds: float) -> str:
+    """Of a task."""
+    return ms(seconds) if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def folded(title: str, lines: list[str]) -> list[str]:
+    """What a reader opens if he wants it."""
+    return ["<details>", f"<summary>{title}</summary>", "", *lines, "</details>", ""]

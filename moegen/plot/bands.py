@@ -79,5 +79,6 @@ def bands(
                 color=_BAND,
             )
         ax.plot([], [], " ", label="%: how probably it is the best")
-    ax.legend(loc="lower center", fontsize=9, framealpha=0.9, edgecolor="none")
+    # Above the axes: within them there may be no place that neither curve nor band goes through.
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8.5, frameon=False)
     return ax

@@ -8,14 +8,20 @@ from moegen.plot.frames import check
 from moegen.plot.style import bare, op_colours
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
     from matplotlib.axes import Axes
+
+# So far below 0 and above 1 the axis goes at most, for the noise of measured slopes.
+_BEYOND = 0.5
 
 
 def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """What part of the delay before each op's tasks a step lengthens by.
 
-    1: every second of delay, before every task, shows in the period; 0: none does.
+    1: every second of delay, before every task, shows in the period; 0: none does. It is the slope
+    of the frame over the tasks of a step. Where noise reaches far beyond that, the axis ends, and
+    what was measured is written at its end.
 
     Parameters
     ----------
@@ -52,6 +58,7 @@ def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
         bars = {"ecolor": "black", "elinewidth": 1.2, "capsize": 3, "mfc": "white", "mec": "black"}
         label = "measured, two standard errors"
         ax.errorbar(shares, at, xerr=errors, fmt="D", ms=5, label=label, **bars)
+        _bound(ax, df["share"].to_numpy(float), shares.to_numpy(float), errors.to_numpy(float))
     for line in (0, 1):
         ax.axvline(line, color="#333333", lw=0.8, ls="-" if line == 0 else ":")
     names = zip(df["op"], df["tasks"], df["lane"], strict=True)
@@ -64,3 +71,25 @@ def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.margins(y=0.02)
     ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, fontsize=9, frameon=False)
     return ax
+
+
+def _bound(ax: Axes, predicted: np.ndarray, measured: np.ndarray, errors: np.ndarray) -> None:
+    """End the axis where noise alone would go on, and say there what goes beyond it."""
+    # The same ends for pictures that share an axis.
+    low, high = min(-_BEYOND, predicted.min()), max(1 + _BEYOND, predicted.max())
+    if (measured - errors >= low).all() and (measured + errors <= high).all():
+        return
+    margin = 0.03 * (high - low)
+    ax.set_xlim(low - margin, high + margin)
+    for y, (share, error) in enumerate(zip(measured, errors, strict=True)):
+        if share - error < low or share + error > high:
+            right = share + error > high
+            ax.annotate(
+                f"{share:.2f} ± {error:.2f} →" if right else f"← {share:.2f} ± {error:.2f}",
+                (1 if right else 0, y),
+                (0, 4),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right" if right else "left",
+                fontsize=8,
+            )

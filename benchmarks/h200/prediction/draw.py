@@ -112,7 +112,7 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
     right.set_ylabel("throughput against the predicted one, %")
     right.grid(linewidth=0.4, alpha=0.4)
     right.spines[["top", "right"]].set_visible(False)
-    right.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8.5, frameon=False)
+    right.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8.5, frameon=False)
     return left, right
 
 
@@ -134,7 +134,7 @@ def slopes(found: Data, axes: Sequence[Axes] | None = None) -> list[Axes]:
 
     frames = {s["name"]: pd.DataFrame(s["slopes"]) for s in found["situations"]}
     if axes is None:
-        heights = [1.3 + 0.3 * len(frame) for frame in frames.values()]
+        heights = [1.0 + 0.26 * len(frame) for frame in frames.values()]
         _, grid = plt.subplots(
             len(frames),
             figsize=(8.5, sum(heights)),

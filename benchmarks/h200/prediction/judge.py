@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moegen.causal_profiling import NONE, SURE
+
 Data = dict[str, Any]
 MEDIAN, WORST, OP_MEDIAN, SLOPE = 0.03, 0.06, 0.05, 0.20
 # An op that takes less of a step is no reason for a wrong one.
@@ -47,7 +49,7 @@ class Errors:
 
 
 def op_errors(points: Iterable[Data]) -> list[Data]:
-    """A row for each op of each point: ``op``, ``share`` of the step, ``error``, and where."""
+    """A row for each op of each point: ``op``, ``share`` of the step, ``error``, and so on."""
     rows = []
     for p in points:
         for op, of in p["ops"].items():
@@ -57,7 +59,8 @@ def op_errors(points: Iterable[Data]) -> list[Data]:
                 {
                     "op": op,
                     "lane": of["lane"],
-                    "where": f"{p['model']} {p['phase']}",
+                    "model": p["model"],
+                    "phase": p["phase"],
                     "share": of["measured_s"] / p["measured_s"],
                     "error": of["predicted_s"] / of["measured_s"] - 1,
                     "task_s": of["measured_s"] / of["tasks"],
@@ -69,37 +72,50 @@ def op_errors(points: Iterable[Data]) -> list[Data]:
 
 
 def by_op(points: Iterable[Data]) -> list[Data]:
-    """By op, the largest share of a step first.
+    """By op, model and phase, the largest share of a step first.
 
     Returns
     -------
     list of dict
-        ``op``, ``lane``, ``points``, ``share`` of a step (median), ``task_s`` of one measured task
-        (median), ``median`` of the errors without sign, ``signed`` median, ``of_step``, the
-        same as a share of the step, ``spread`` of its time from run to run (median, or None),
+        ``op``, ``lane``, ``model``, ``phase``, ``points``, ``share`` of a step (median),
+        ``task_s`` of one measured task (median), ``median`` of the errors without sign, ``signed``
+        median, ``of_step``, the same as a share of the step, ``sign`` (1 or -1 where most errors
+        are of one sign, else 0), ``spread`` of its time from run to run (median, or None),
         ``met``, and ``why`` where it is not.
     """
-    of: dict[str, list[Data]] = {}
+    of: dict[tuple[str, ...], list[Data]] = {}
     for row in op_errors(points):
-        of.setdefault(row["op"], []).append(row)
+        of.setdefault((row["op"], row["model"], row["phase"]), []).append(row)
     rows = []
-    for op, some in of.items():
+    for (op, model, phase), some in of.items():
         errors = np.array([r["error"] for r in some])
         spreads = [r["spread"] for r in some if r["spread"] is not None]
         row = {
             "op": op,
             "lane": some[0]["lane"],
+            "model": model,
+            "phase": phase,
             "points": len(some),
             "share": float(np.median([r["share"] for r in some])),
             "task_s": float(np.median([r["task_s"] for r in some])),
             "median": float(np.median(np.abs(errors))),
             "signed": float(np.median(errors)),
             "of_step": float(np.median([r["error"] * r["share"] for r in some])),
+            "sign": one_sided(errors),
             "spread": float(np.median(spreads)) if spreads else None,
         }
         row["met"] = row["median"] <= OP_MEDIAN
         rows.append(row | {"why": "" if row["met"] else _why(row, some)})
     return sorted(rows, key=lambda r: -r["share"])
+
+
+def one_sided(errors: Iterable[float]) -> int:
+    """1 if most errors are above 0, -1 if most are below, 0 if neither."""
+    each = np.asarray(list(errors), dtype=float)
+    for sign in (1, -1):
+        if len(each) and (sign * each > 0).mean() >= ONE_SIDED:
+            return sign
+    return 0
 
 
 def _why(row: Data, some: Sequence[Data]) -> str:
@@ -114,24 +130,14 @@ def _why(row: Data, some: Sequence[Data]) -> str:
             f"a task takes {row['task_s'] * 1e6:.0f} µs, {abs(late_s) * 1e6:.0f} µs {word} than "
             f"predicted"
         )
-    errors = np.array([r["error"] for r in some])
-    if len(some) > 1 and max((errors > 0).mean(), (errors < 0).mean()) >= ONE_SIDED:
-        word = "slow" if row["signed"] > 0 else "fast"
-        count = int((errors > 0).sum() if row["signed"] > 0 else (errors < 0).sum())
+    if row["sign"]:
+        word = "slow" if row["sign"] > 0 else "fast"
+        count = sum(row["sign"] * r["error"] > 0 for r in some)
         said.append(f"predicted too {word} in {count} of {len(some)} points")
     else:
-        where = _by_where(some)
-        said.append("; ".join(f"{w} {e:+.0%}" for w, e in where.items()))
-    if row["share"] < LONG:
-        said.append(f"{row['share']:.1%} of a step")
+        slow = sum(r["error"] > 0 for r in some)
+        said.append(f"predicted too slow in {slow} of {len(some)} points, too fast in the others")
     return "; ".join(said)
-
-
-def _by_where(some: Sequence[Data]) -> dict[str, float]:
-    of: dict[str, list[float]] = {}
-    for r in some:
-        of.setdefault(r["where"], []).append(r["error"])
-    return {where: float(np.median(errors)) for where, errors in of.items()}
 
 
 def part_sum_error(points: Iterable[Data]) -> float:
@@ -217,25 +223,60 @@ def regrets(points: Sequence[Data], curve: Sequence[Data]) -> list[Data]:
 
 
 def slope_rows(slopes: Data) -> list[Data]:
-    """The rows that `moegen.causal` gave of every situation, with its name as ``situation``."""
-    return [{"situation": s["name"], **row} for s in slopes["situations"] for row in s["slopes"]]
+    """The rows that `moegen.causal` gave of every situation, with three things more.
+
+    Returns
+    -------
+    list of dict
+        As of `moegen.causal`, with ``situation``, its name; ``predicted``, ``measured`` and
+        ``within`` (two standard errors) as shares of the delay, which are slopes by task; and
+        ``told``, whether the measurement itself says if there is an effect, and of which sign.
+    """
+    rows = []
+    for s in slopes["situations"]:
+        for row in s["slopes"]:
+            n = row["tasks"]
+            measured, within = row["measured_slope"] / n, SURE * row["se"] / n
+            more = {
+                "situation": s["name"],
+                "predicted": row["predicted_slope"] / n,
+                "measured": measured,
+                "within": within,
+                "told": _side(measured - within) == _side(measured + within),
+            }
+            rows.append(row | more)
+    return rows
+
+
+def _side(share: float) -> int:
+    """The sign of a slope, or 0 for one so small that it counts as none."""
+    return 0 if abs(share) <= NONE else int(np.sign(share))
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """Of injected delays: classes, agreeing in sign, binding, and within 20% of those.
+    """Of injected delays: classes, agreeing in sign, not to be told, binding, within 20% of those.
 
-    A class counts in each situation.
+    A class counts in each situation. One that agrees only because its standard error spans
+    several signs is not to be told.
     """
 
     classes: int
     agree: int
+    untold: int
     binding: int
     close: int
 
     @classmethod
     def of(cls, rows: Sequence[Data]) -> Slopes:
-        """From the rows of one situation or more."""
+        """From the rows of :func:`slope_rows`."""
+        agree = [r for r in rows if r["agrees"]]
+        untold = sum(not r["told"] for r in agree)
         binding = [r for r in rows if r["binds"]]
-        close = [r for r in binding if r["error"] is not None and abs(r["error"]) <= SLOPE]
-        return cls(len(rows), sum(bool(r["agrees"]) for r in rows), len(binding), len(close))
+        near = sum(is_close(r) for r in binding)
+        return cls(len(rows), len(agree) - untold, untold, len(binding), near)
+
+
+def is_close(row: Data) -> bool:
+    """Whether a measured slope is as predicted, to a fifth."""
+    return row["error"] is not None and abs(row["error"]) <= SLOPE

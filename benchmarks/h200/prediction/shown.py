@@ -30,6 +30,20 @@ def targets(kept: Kept) -> list[str]:
     return ["## What it must show", "", *table("what | measured | met", [list(r) for r in rows])]
 
 
+def summary(kept: Kept) -> str:
+    """What was found, in the sentence that README.md says it in."""
+    assert kept.predicted is not None
+    points = kept.predicted["points"]
+    drawn = judge.held_out(points)
+    e = Errors.of([p["error"] for p in drawn])
+    layers = {p["model"]: p["layers"] for p in points}
+    of = " and ".join(f"{n} layers of {model}" for model, n in layers.items())
+    return (
+        f"Of {e.n} points drawn at random, of {of}, the time of a step was predicted to "
+        f"{e.median:.1%} in the median and {e.worst:.1%} at worst"
+    )
+
+
 def _calibration(notes: Data | None) -> list[Row]:
     if notes is None:
         return []
@@ -79,9 +93,14 @@ def _slopes(slopes: Data | None) -> list[Row]:
     if slopes is None:
         return [(name, "not measured", "**no**") for name in what]
     s = Slopes.of(judge.slope_rows(slopes))
-    where = f", in {len(slopes['situations'])} situations"
+    found = f"{s.agree} of {s.classes}, in {len(slopes['situations'])} situations"
+    wrong = s.classes - s.agree - s.untold
+    met = _at_least(s.classes - wrong, s.classes)
+    if s.untold:
+        found += f"; of {s.untold} the noise hides it"
+        met = met if wrong else "yes, where it can be told"
     return [
-        (what[0], f"{s.agree} of {s.classes}{where}", _at_least(s.agree, s.classes)),
+        (what[0], found, met),
         (what[1], f"{s.close} of {s.binding}", _at_least(s.close, s.binding)),
     ]
 

@@ -1,0 +1,98 @@
+"""What delays do to a step, predicted and measured."""
+
+from __future__ import annotations
+
+import judge
+from judge import NONE, SLOPE, Data
+from markdown_pieces import short, signed, table
+
+HEAD = ["## Delays", ""]
+
+
+def delays(slopes: Data | None) -> list[str]:
+    """The section on injected delays."""
+    if slopes is None:
+        return [*HEAD, "They have not been measured.", ""]
+    found = judge.slope_rows(slopes)
+    rows = [
+        [
+            r["situation"],
+            f"`{r['op']}`",
+            r["lane"],
+            str(r["tasks"]),
+            short(r["delay_s"]),
+            _share(r["predicted"]),
+            f"{_share(r['measured'])} ± {_share(r['within'])}",
+            "yes" if r["binds"] else "no",
+            _verdict(r),
+            signed(r["error"]) if r["binds"] and r["error"] is not None else "-",
+        ]
+        for r in found
+    ]
+    columns = (
+        "situation | op | lane | tasks | delay of each | predicted slope by task | measured | "
+        "binds | agree in sign | error where it binds"
+    )
+    return [
+        *HEAD,
+        f"All tasks of an op are held back, op by op, of {slopes['layers']} layers of "
+        f"{slopes['model']}, in situations in which other things bind:",
+        "",
+        *(_situation(s) for s in slopes["situations"]),
+        "",
+        "The slope by task is how much of the delay of all tasks of an op a step is longer by: 1 "
+        "if every second of it shows, 0 if there is slack for it. (`moegen.causal` gives it times "
+        "the tasks, seconds of a step for each second before every task.) An op binds if it is "
+        "predicted to be at least a half. Behind ± stand two standard errors, from how repeated "
+        "stretches of steps differ.",
+        "",
+        f"**Agree in sign**: both above 0, both below 0, or both none, or no further apart than "
+        f"two standard errors or {NONE:g}. None is a slope by task of {NONE:g} or less, measured "
+        f"also one within two standard errors of 0. **Cannot be told**: it agrees by that, but "
+        f"several signs lie within two standard errors of what was measured, so that almost any "
+        f"prediction would agree.",
+        "",
+        *table(columns, rows),
+        *_listed("Where the sign cannot be told, or is another:", _doubtful(found)),
+        *_listed(f"Where an op that binds is off by more than {SLOPE:.0%}:", _far(found)),
+    ]
+
+
+def _verdict(row: Data) -> str:
+    if not row["agrees"]:
+        return "**no**"
+    return "yes" if row["told"] else "cannot be told"
+
+
+def _doubtful(found: list[Data]) -> list[Data]:
+    return [r for r in found if _verdict(r) != "yes"]
+
+
+def _far(found: list[Data]) -> list[Data]:
+    return [r for r in found if r["binds"] and not judge.is_close(r)]
+
+
+def _listed(head: str, rows: list[Data]) -> list[str]:
+    if not rows:
+        return []
+    lines = [
+        f"- {r['situation']}, `{r['op']}`: predicted {_share(r['predicted'])}, measured "
+        f"{_share(r['measured'])} ± {_share(r['within'])}"
+        for r in rows
+    ]
+    return [head, "", *lines, ""]
+
+
+def _share(x: float) -> str:
+    return f"{x:.2f}".replace("-0.00", "0.00")
+
+
+def _situation(of: Data) -> str:
+    s = of["strategy"]
+    weights = "all weights stay on the GPU" if of["kept"] else "all weights are copied"
+    slots = f"{s['kv_slots']} slot{'s' * (s['kv_slots'] > 1)} for KV"
+    return (
+        f"- {of['name']}: {weights}; B = {s['B']:,}, b_a = {s['b_a']}, {slots}, "
+        f"{of['context']:,} tokens of context, ω = {s['omega']:g}; delays of an op add "
+        f"{of['share']:.0%} to a step, and twice that."
+    )
