@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number, whole
+from moegen.graph.features import FEATURES_OF
 from moegen.graph.task import TaskGraph
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
@@ -39,11 +41,14 @@ class Uncertainty:
         Periods with scatter.
     tokens : float
         New tokens of a step; 0 where the graph has no shape.
+    spread : Spread
+        How durations were taken to scatter.
     """
 
     predicted_s: float
     samples_s: np.ndarray = field(repr=False)
     tokens: float = 0.0
+    spread: Spread = field(default_factory=Spread, repr=False)
 
     @property
     def mean_s(self) -> float:
@@ -80,6 +85,9 @@ class Uncertainty:
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def __repr__(self) -> str:
+        if not self.spread.scatters:
+            period = format_seconds(self.predicted_s)
+            return f"<Uncertainty period {period}, no scatter is known: no band>"
         low, high = map(format_seconds, self.interval_s())
         return (
             f"<Uncertainty period {format_seconds(self.predicted_s)}, {LEVEL:.0%} of "
@@ -102,7 +110,10 @@ def uncertainty(
     included, is multiplied by random factors, and the graph is run again for each sample
     (:class:`moegen.sim.maxplus.Compiled`). Each task of each step has a factor of its own, and
     all tasks of an op one in common, both log-normal with a mean of 1. Who is slowed by whom, and
-    what handing tasks over takes, is not worked out anew.
+    what handing tasks over takes, is not worked out anew: a copy that takes longer delays what
+    waits for it, and not what shares the link with it. So an op for which there is slack gives no
+    band, even where the link that it draws on binds. If a link may be off, say so of each op that
+    draws on it.
 
     Parameters
     ----------
@@ -110,7 +121,8 @@ def uncertainty(
         One step, bound to a shape if the cost model goes by work.
     cost : CostModel
     spread : Spread, optional
-        By default what the cost model itself knows, ``Spread.of_cost(cost, g)``.
+        By default what the cost model itself knows, ``Spread.of_cost(cost, g)``. Where that is
+        nothing, as of a roofline, the band has no width, and a ``UserWarning`` says so.
     steps : int
         Of a sample; the period is the mean over those in its middle.
     samples : int
@@ -124,17 +136,30 @@ def uncertainty(
     Raises
     ------
     InvalidInput
-        If a number is out of range.
+        If a number is out of range, or the spread names an op that neither the graph nor any
+        graph of `build` has.
     GraphError
         If the graph is unrolled.
     """
+    _check(spread, [g])
+    found = _sampled(g, cost, spread, steps, samples, seed)
+    _warn_of_nothing(spread, [found])
+    return found
+
+
+def _sampled(
+    g: TaskGraph,
+    cost: CostModel,
+    spread: Spread | None,
+    steps: int = STEPS,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Uncertainty:
     samples = whole(samples, "samples", at_least=1, at_most=2**24)
     seed = whole(seed, "seed")
     compiled = Compiled(g, steps)
     if spread is None:
         spread = Spread.of_cost(cost, g)
-    elif not isinstance(spread, Spread):
-        raise InvalidInput(f"spread must be a Spread, got {spread!r}")
     run = simulate(g, cost, steps)
     lasts, idle = run.end_s - run.start_s, _idle_s(g, run)
     ops = list(dict.fromkeys(t.id.op for t in g))
@@ -159,7 +184,33 @@ def uncertainty(
         durations[:, scatter] *= _factors(each[scatter], normal)
         periods[rows] = compiled.period(idle + durations)
     tokens = g.shape.tokens if g.shape is not None else 0
-    return Uncertainty(run.period_s, periods, float(tokens))
+    return Uncertainty(run.period_s, periods, float(tokens), spread)
+
+
+def _check(spread: Any, graphs: Iterable[TaskGraph]) -> None:
+    """Refuse a spread of an op that there is not: a name may be misspelt.
+
+    Ops of other graphs pass: at ω = 0 there is no CPU attention, and runs know how it scatters.
+    """
+    if spread is None:
+        return
+    if not isinstance(spread, Spread):
+        raise InvalidInput(f"spread must be a Spread, got {spread!r}")
+    there = dict.fromkeys(t.id.op for g in graphs for t in g)
+    for op in (*spread.each, *spread.common):
+        if op not in there and op not in FEATURES_OF:
+            raise InvalidInput(
+                f"the spread is of {op!r}, and there is no such op; there are {', '.join(there)}"
+            )
+
+
+def _warn_of_nothing(spread: Spread | None, found: Iterable[Uncertainty]) -> None:
+    if spread is None and not any(u.spread.scatters for u in found):
+        warnings.warn(
+            "the cost model does not know how durations scatter, so there is no band: give "
+            "spread=Spread.of(runs), Spread(common={...}), or a cost model from a profile",
+            stacklevel=3,
+        )
 
 
 def best_probability(
@@ -181,14 +232,17 @@ def best_probability(
     Returns
     -------
     dict
-        Probabilities by candidate, which sum to 1; ties are shared.
+        Probabilities by candidate, which sum to 1; ties are shared. Without any spread the best
+        is taken as certain.
 
     Raises
     ------
     InvalidInput
         If there is no candidate; as :func:`uncertainty`.
     """
-    return _best(_candidates(graphs, cost, spread, options))
+    found = _candidates(graphs, cost, spread, options)
+    _warn_of_nothing(spread, found.values())
+    return _best(found)
 
 
 def bands(
@@ -217,7 +271,8 @@ def bands(
     -------
     DataFrame
         One row a candidate: ``name``, ``period_s``, ``tokens_per_s`` as predicted, ``low`` and
-        ``high`` of it, and ``probability_best``.
+        ``high`` of it, and ``probability_best``. ``low`` and ``high`` are the same where what
+        scatters has slack: see :func:`uncertainty`.
 
     Raises
     ------
@@ -230,6 +285,7 @@ def bands(
     if name in columns[1:]:
         raise InvalidInput(f"name {name!r} is that of another column: choose another one")
     found = _candidates(graphs, cost, spread, options)
+    _warn_of_nothing(spread, found.values())
     probability = _best(found)
     rows = []
     for candidate, u in found.items():
@@ -264,7 +320,8 @@ def _candidates(
         raise InvalidInput(
             f"graphs must map candidates to graphs, such as {{0.5: mg.build(...)}}, got {graphs!r}"
         )
-    return {k: uncertainty(g, cost, spread, **options) for k, g in graphs.items()}
+    _check(spread, graphs.values())
+    return {k: _sampled(g, cost, spread, **options) for k, g in graphs.items()}
 
 
 def _best(found: Mapping[Hashable, Uncertainty]) -> dict[Any, float]:
