@@ -65,7 +65,14 @@ def measured(profile: str, hw: mg.HardwareSpec | None) -> tuple[mg.HardwareSpec,
 def require_profile(profile: str) -> None:
     """Refuse what is neither a profile that ships with moegen nor a file."""
     if profile not in profiles() and not Path(profile).is_file():
-        raise InvalidInput(f"{profile!r} is no file, and none of {', '.join(profiles())}")
+        meant = [name for name in profiles() if name == profile.lower()]
+        advice = (
+            f"Write {meant[0]}" if meant else "Make one of your machine: moegen profile -o FILE"
+        )
+        raise InvalidInput(
+            f"{profile!r} is no file, and none of {', '.join(profiles())}, what ships with "
+            f"moegen. {advice}"
+        )
 
 
 def other_dtypes(cost: mg.CostModel | None, models: Iterable[mg.ModelSpec | None]) -> list[str]:
