@@ -301,6 +301,9 @@ def test_refusals():
         mg.Spread.of(mg.simulate(g, cost))
     with pytest.raises(InvalidInput, match="spread must be a Spread, got 0.1"):
         mg.uncertainty(g, cost, 0.1)
+    for ask in (mg.uncertainty, lambda s, *of: mg.bands({0.5: s}, *of)):
+        with pytest.raises(InvalidInput, match="a graph must be a TaskGraph, .* got Strategy"):
+            ask(mg.Strategy(B=1, b_a=1, b_e=1), cost)
     with pytest.raises(InvalidInput, match="samples must be a whole number of at least 1"):
         mg.uncertainty(g, cost, samples=0)
     with pytest.raises(InvalidInput, match="share of samples lies in"):

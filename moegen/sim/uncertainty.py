@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from moegen.sim.maxplus import Compiled
 from moegen.sim.spread import Spread
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 STEPS, SAMPLES, LEVEL = 5, 2000, 0.9
 # Durations that are held at once: 64 MiB.
@@ -141,13 +138,13 @@ def uncertainty(
     GraphError
         If the graph is unrolled.
     """
-    _check(spread, [g])
-    found = _sampled(g, cost, spread, steps, samples, seed)
-    _warn_of_nothing(spread, [found])
+    check(spread, [g])
+    found = sampled(g, cost, spread, steps, samples, seed)
+    warn_of_nothing(spread, [found])
     return found
 
 
-def _sampled(
+def sampled(
     g: TaskGraph,
     cost: CostModel,
     spread: Spread | None,
@@ -155,6 +152,7 @@ def _sampled(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Uncertainty:
+    """:func:`uncertainty` of a spread that was checked, without a warning."""
     samples = whole(samples, "samples", at_least=1, at_most=2**24)
     seed = whole(seed, "seed")
     compiled = Compiled(g, steps)
@@ -187,11 +185,14 @@ def _sampled(
     return Uncertainty(run.period_s, periods, float(tokens), spread)
 
 
-def _check(spread: Any, graphs: Iterable[TaskGraph]) -> None:
-    """Refuse a spread of an op that there is not: a name may be misspelt.
+def check(spread: Any, graphs: Collection[TaskGraph]) -> None:
+    """Refuse what is no graph, and a spread of an op that there is not, for it may be misspelt.
 
     Ops of other graphs pass: at ω = 0 there is no CPU attention, and runs know how it scatters.
     """
+    for g in graphs:
+        if not isinstance(g, TaskGraph):
+            raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
     if spread is None:
         return
     if not isinstance(spread, Spread):
@@ -204,96 +205,14 @@ def _check(spread: Any, graphs: Iterable[TaskGraph]) -> None:
             )
 
 
-def _warn_of_nothing(spread: Spread | None, found: Iterable[Uncertainty]) -> None:
+def warn_of_nothing(spread: Spread | None, found: Iterable[Uncertainty]) -> None:
+    """Tell who asked the caller where a cost model was relied on that knows no scatter."""
     if spread is None and not any(u.spread.scatters for u in found):
         warnings.warn(
             "the cost model does not know how durations scatter, so there is no band: give "
             "spread=Spread.of(runs), Spread(common={...}), or a cost model from a profile",
             stacklevel=3,
         )
-
-
-def best_probability(
-    graphs: Mapping[Any, TaskGraph], cost: CostModel, spread: Spread | None = None, **options: Any
-) -> dict[Any, float]:
-    """The probability that each candidate gives the most tokens a second.
-
-    What all tasks of an op have in common is the same for all candidates within a sample: a link
-    that is slower than measured is so for each of them.
-
-    Parameters
-    ----------
-    graphs : mapping
-        The graph of a step by candidate: ``{omega: mg.build(...), ...}``. Those without a
-        shape count as of one token each.
-    cost, spread, **options
-        As for :func:`uncertainty`.
-
-    Returns
-    -------
-    dict
-        Probabilities by candidate, which sum to 1; ties are shared. Without any spread the best
-        is taken as certain.
-
-    Raises
-    ------
-    InvalidInput
-        If there is no candidate; as :func:`uncertainty`.
-    """
-    found = _candidates(graphs, cost, spread, options)
-    _warn_of_nothing(spread, found.values())
-    return _best(found)
-
-
-def bands(
-    graphs: Mapping[Any, TaskGraph],
-    cost: CostModel,
-    spread: Spread | None = None,
-    *,
-    name: str = "omega",
-    level: float = LEVEL,
-    **options: Any,
-) -> pd.DataFrame:
-    """A curve over candidates with its uncertainty; :func:`moegen.plot.bands` draws it.
-
-    Parameters
-    ----------
-    graphs : mapping
-        The graph of a step by candidate: ``{omega: mg.build(...), ...}``.
-    cost, spread, **options
-        As for :func:`uncertainty`.
-    name : str
-        Of the column of candidates.
-    level : float
-        Share of the samples between ``low`` and ``high``.
-
-    Returns
-    -------
-    DataFrame
-        One row a candidate: ``name``, ``period_s``, ``tokens_per_s`` as predicted, ``low`` and
-        ``high`` of it, and ``probability_best``. ``low`` and ``high`` are the same where what
-        scatters has slack: see :func:`uncertainty`.
-
-    Raises
-    ------
-    InvalidInput
-        As :func:`best_probability`.
-    """
-    import pandas as pd
-
-    columns = [name, "period_s", "tokens_per_s", "low", "high", "probability_best"]
-    if name in columns[1:]:
-        raise InvalidInput(f"name {name!r} is that of another column: choose another one")
-    found = _candidates(graphs, cost, spread, options)
-    _warn_of_nothing(spread, found.values())
-    probability = _best(found)
-    rows = []
-    for candidate, u in found.items():
-        tokens = u.tokens or 1.0
-        slow_s, fast_s = reversed(u.interval_s(level))
-        rates = [tokens / s if s else np.inf for s in (u.predicted_s, slow_s, fast_s)]
-        rows.append((candidate, u.predicted_s, *rates, probability[candidate]))
-    return pd.DataFrame(rows, columns=columns)
 
 
 def _idle_s(g: TaskGraph, run: Timeline) -> np.ndarray:
@@ -311,25 +230,6 @@ def _idle_s(g: TaskGraph, run: Timeline) -> np.ndarray:
             ready = max((ends[begin + u] for u in waits[v]), default=0.0)
             idle[begin + v] = max(0.0, starts[begin + v] - ready)
     return idle
-
-
-def _candidates(
-    graphs: Mapping[Any, TaskGraph], cost: CostModel, spread: Spread | None, options: Any
-) -> dict[Hashable, Uncertainty]:
-    if not isinstance(graphs, Mapping) or not graphs:
-        raise InvalidInput(
-            f"graphs must map candidates to graphs, such as {{0.5: mg.build(...)}}, got {graphs!r}"
-        )
-    _check(spread, graphs.values())
-    return {k: _sampled(g, cost, spread, **options) for k, g in graphs.items()}
-
-
-def _best(found: Mapping[Hashable, Uncertainty]) -> dict[Any, float]:
-    # Seconds a token: also of a step that takes none.
-    each = np.array([u.samples_s / (u.tokens or 1.0) for u in found.values()])
-    first = each == each.min(axis=0)
-    shares = (first / first.sum(axis=0)).mean(axis=1)
-    return dict(zip(found, shares.tolist(), strict=True))
 
 
 def _stream(seed: int, op: str) -> np.random.Generator:
