@@ -85,7 +85,7 @@ class WhatIf:
         if self.tokens != self.base_tokens:
             said += f" (tokens a second {self.gain:+.0%})"
         if abs(off := _off(self.base_s, self.measured_s)) >= _SHOWN:
-            said += f"; measured {format_seconds(self.measured_s)}, replayed {before} ({off:+.0%})"
+            said += f"; measured {format_seconds(self.measured_s)}, replayed {before}, {off:+.0%}"
         return f"{said}; {self.misfit}" if self.misfit else said
 
     def __repr__(self) -> str:
@@ -146,12 +146,11 @@ def what_ifs(
     Returns
     -------
     DataFrame
-        One row a question:
-        ``question``, ``gain``, ``change``, ``period_s``, ``tokens_per_s``, ``base_s``,
-        ``measured_s``, ``misfit``, which says what memory it does not fit, and ``error``, which
-        says why a question has no answer; its numbers are NaN then.
-        :func:`moegen.plot.what_ifs` draws it. pandas prints as many columns as the terminal is
-        wide: ``print(df[["question", "gain"]])``, or ``df.to_string()`` for all.
+        One row a question: ``question``, ``gain``, ``change``, ``period_s``, ``tokens_per_s``,
+        ``base_s``, ``measured_s``, ``misfit``, which says what memory it does not fit, and
+        ``error``, which says why a question has no answer; its numbers are NaN then.
+        :func:`moegen.plot.what_ifs` draws it. pandas leaves out columns that a terminal is too
+        narrow for: print some, ``df[["question", "gain"]]``, or ``df.to_string()``.
 
     Raises
     ------

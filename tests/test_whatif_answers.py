@@ -107,7 +107,7 @@ def test_what_the_replay_leaves_out_is_said():
     real = slow_between_tasks()
     told = mg.what_if(real, ROOF, link="x2")
     assert (told.measured_s, round(told.base_s, 9)) == (3.0, 2.0)
-    said = "link twice as fast: 2.00 s -> 1.00 s, -50%; measured 3.00 s, replayed 2.00 s (-33%)"
+    said = "link twice as fast: 2.00 s -> 1.00 s, -50%; measured 3.00 s, replayed 2.00 s, -33%"
     assert str(told) == said and repr(told) == f"<WhatIf {said}>"
     title = mg.plot.what_ifs(mg.what_ifs(real, ROOF, [{"link": "x2"}])).get_title("left")
     assert title == "What changes would do to a step of 2.00 s, measured 3.00 s"
