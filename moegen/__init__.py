@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
     from moegen.graph.workload import Workload
     from moegen.sim.bounds import bound_s, critical_path_s
+    from moegen.sim.candidates import bands, best_probability
     from moegen.sim.cost import CostModel
     from moegen.sim.delays import delay_slopes
     from moegen.sim.engine import simulate
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; _HOME is what runs
     from moegen.sim.spread import Spread
     from moegen.sim.steady import steady
     from moegen.sim.sweep import sweep
-    from moegen.sim.uncertainty import bands, best_probability, uncertainty
+    from moegen.sim.uncertainty import uncertainty
     from moegen.timeline import Timeline
     from moegen.whatif import what_if, what_ifs
 
@@ -114,8 +115,8 @@ _HOME = {
     "TaskId": "moegen.graph.task",
     "Timeline": "moegen.timeline",
     "Workload": "moegen.graph.workload",
-    "bands": "moegen.sim.uncertainty",
-    "best_probability": "moegen.sim.uncertainty",
+    "bands": "moegen.sim.candidates",
+    "best_probability": "moegen.sim.candidates",
     "bound_s": "moegen.sim.bounds",
     "build": "moegen.graph.build",
     "causal": "moegen.causal_profiling",

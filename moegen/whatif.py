@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moegen.errors import InvalidInput, MoegenError
+from moegen.errors import Infeasible, InvalidInput, MoegenError
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.memory import Ledger
+from moegen.graph.run_memory import run_ledger
 from moegen.graph.shape import Shape
 from moegen.graph.task import TaskGraph
 from moegen.sim.changes import Change
@@ -22,6 +24,9 @@ from moegen.units import format_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
+
+#: A difference that is said in whole percents is left out below this.
+_SHOWN = 0.005
 
 
 @dataclass(frozen=True)
@@ -38,11 +43,18 @@ class WhatIf:
         The same with the change.
     measured_s : float
         The run's own period: what is left between it and ``base_s`` is time between tasks
-        that the graph does not explain.
+        that the graph does not explain, and that no answer has in it.
     base_tokens, tokens : float
         New tokens of a step, in the mean, before and after.
     predicted : Timeline
         The simulation with the change.
+    ledger : Ledger or None
+        Of changed knobs: what the run's rows would put into the memory of the cost model's
+        machine, each row as long as in these steps. None where no knob is changed, or the cost
+        model is of no machine.
+    misfit : str
+        Which memory that does not fit, and by how much; empty where it fits or there is no
+        ledger.
     """
 
     question: str
@@ -52,6 +64,8 @@ class WhatIf:
     base_tokens: float
     tokens: float
     predicted: Timeline
+    ledger: Ledger | None = None
+    misfit: str = ""
 
     @property
     def change(self) -> float:
@@ -70,10 +84,12 @@ class WhatIf:
         said = f"{self.question}: {before} -> {after}, {self.change:+.0%}"
         if self.tokens != self.base_tokens:
             said += f" (tokens a second {self.gain:+.0%})"
-        return said
+        if abs(off := _off(self.base_s, self.measured_s)) >= _SHOWN:
+            said += f"; measured {format_seconds(self.measured_s)}, replayed {before}, {off:+.0%}"
+        return f"{said}; {self.misfit}" if self.misfit else said
 
     def __repr__(self) -> str:
-        return f"<WhatIf {self}; measured {format_seconds(self.measured_s)}>"
+        return f"<WhatIf {self}>"
 
 
 def what_if(measured: Timeline, cost: CostModel, **change: Any) -> WhatIf:
@@ -101,8 +117,9 @@ def what_if(measured: Timeline, cost: CostModel, **change: Any) -> WhatIf:
     Returns
     -------
     WhatIf
-        ``print`` it for a sentence. Whether the change fits memory is not looked at: see
-        :func:`moegen.memory`.
+        ``print`` it for a sentence. It says how far the run as simulated is from the run as
+        measured, where that is half a percent or more, and of knobs whether they fit the memory
+        of the cost model's machine: the answer stands, for a machine that has enough.
 
     Raises
     ------
@@ -129,9 +146,11 @@ def what_ifs(
     Returns
     -------
     DataFrame
-        One row a question: ``question``, ``base_s``, ``period_s``, ``change``, ``gain``,
-        ``tokens_per_s``, ``measured_s`` and ``error``, which says why a question has no answer;
-        its numbers are NaN then. :func:`moegen.plot.what_ifs` draws it.
+        One row a question: ``question``, ``gain``, ``change``, ``period_s``, ``tokens_per_s``,
+        ``base_s``, ``measured_s``, ``misfit``, which says what memory it does not fit, and
+        ``error``, which says why a question has no answer; its numbers are NaN then.
+        :func:`moegen.plot.what_ifs` draws it. pandas leaves out columns that a terminal is too
+        narrow for: print some, ``df[["question", "gain"]]``, or ``df.to_string()``.
 
     Raises
     ------
@@ -155,7 +174,8 @@ def what_ifs(
     run = _Run(measured, cost)
     rows = []
     for change in changes:
-        row = {"question": ", ".join(f"{k} {v}" for k, v in change.items()), "error": ""}
+        row = {"question": ", ".join(f"{k} {v}" for k, v in change.items())}
+        row |= {"misfit": "", "error": ""}
         row |= {"base_s": run.base_s, "measured_s": measured.period_s}
         try:
             told = run.ask(change)
@@ -163,12 +183,13 @@ def what_ifs(
             row["error"] = str(e)
         else:
             row |= {"question": told.question, "period_s": told.period_s}
-            row |= {"change": told.change, "gain": told.gain}
+            row |= {"change": told.change, "gain": told.gain, "misfit": told.misfit}
             if told.tokens and told.period_s:
                 row["tokens_per_s"] = told.tokens / told.period_s
         rows.append(row)
-    columns = ["question", "base_s", "period_s", "change", "gain", "tokens_per_s", "measured_s"]
-    frame = pd.DataFrame(rows, columns=[*columns, "error"])
+    # A terminal that is too narrow shows the first and the last.
+    columns = ["question", "gain", "change", "period_s", "tokens_per_s", "base_s", "measured_s"]
+    frame = pd.DataFrame(rows, columns=[*columns, "misfit", "error"])
     return frame.sort_values("gain", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -195,8 +216,10 @@ class _Run:
         if change.ops:
             cost = OpTimes(cost, change.ops)
         shapes = self.measured.shapes
+        ledger, misfit = None, ""
         if change.knobs:
             g, shapes = rebuilt(g, shapes, change.strategy)
+            ledger, misfit = self._room(g, shapes)
         predicted = rerun(g, shapes, self.steps, cost)
         return WhatIf(
             question=change.words(self.measured.graph.strategy, hw),
@@ -206,7 +229,35 @@ class _Run:
             base_tokens=_tokens(self.measured.graph, self.measured.shapes),
             tokens=_tokens(g, shapes),
             predicted=predicted,
+            ledger=ledger,
+            misfit=misfit,
         )
+
+    def _room(self, g: TaskGraph, shapes: Sequence[Shape]) -> tuple[Ledger | None, str]:
+        """What changed knobs put into memory, and in words what does not fit."""
+        try:
+            hw = machine_of(self.cost)
+        except InvalidInput:  # durations given by hand: nobody knows what memory there is
+            return None, ""
+        ledger = run_ledger(g, shapes, hw)
+        misfit = _misfit(ledger)
+        if misfit and _misfit(run_ledger(self.measured.graph, self.measured.shapes, hw)):
+            misfit += f" (by {hw.name}'s memory the run as it was does not fit either)"
+        return ledger, misfit
+
+
+def _misfit(ledger: Ledger | None) -> str:
+    try:
+        if ledger is not None:
+            ledger.require()
+    except Infeasible as error:
+        return str(error).partition(";")[0]
+    return ""
+
+
+def _off(replayed_s: float, measured_s: float) -> float:
+    """By which part of the measured period the replayed one is longer."""
+    return replayed_s / measured_s - 1 if measured_s else 0.0
 
 
 def _tokens(g: TaskGraph, shapes: Sequence[Shape]) -> float:

@@ -216,10 +216,11 @@ def test_questions_in_the_docs_have_answers(engine, graph, capsys):
     run = mg.Timeline.from_dict(engine.execute(graph, 6).to_dict())
     (block,) = (b for b in Document("docs/concepts.md").code("py") if "mg.what_if(" in b)
     exec(block, {"mg": mg, "hw": mg.HardwareSpec.from_name("c2"), "measured": run})
-    link, knobs, op = capsys.readouterr().out.splitlines()
+    link, knobs, op, head, *several = capsys.readouterr().out.splitlines()
     assert link.startswith("link twice as fast: ") and link.endswith("%")
     assert knobs.startswith("ω 0.5 -> 0.6, kv_slots 2 -> 4: ")
     assert op.startswith("expert in half the time: ")
+    assert head.split() == ["question", "gain", "period_s"] and len(several) == 3
 
 
 def test_spread_of_runs(engine, graph, cost):

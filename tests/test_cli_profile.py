@@ -108,12 +108,19 @@ def test_memory_may_be_swept_where_rates_may_not(capsys):
     ("line", "says"),
     [
         (f"simulate {POINT} --profile h2000", "--profile: 'h2000' is no file, and none of h200"),
+        (f"simulate {POINT} --profile h2000", "Make one of your machine: moegen profile -o FILE"),
+        (f"plan {JOB} --profile H200", "'H200' is no file, and none of h200, what ships with mo"),
+        (f"plan {JOB} --profile H200", "moegen. Write h200\n"),
         (f"plan {JOB} --profile {__file__}", "--profile: "),
         (f"plan {JOB} --profile h200 --hw c2", "H200' and here 'RTX A5000'"),
         (f"simulate {POINT} --profile h200 --hw c2", "Leave --hw out to take the machine of"),
         (f"sweep {JOB} --profile h200 --hw c1,h200", "--profile is of one machine: --hw c1,h200"),
         (f"sweep {JOB} --profile h200 --h2d 5GB/s,9GB/s", "leave --h2d out"),
         (f"sweep {JOB} --profile h200 --vary launch_s=1e-5", "leave --vary launch_s out"),
+        (
+            f"sweep {JOB} --profile h200 --vary h2d_bytes_per_s=5e9,9e9",
+            "its own: --h2d 5e9,9e9, with --hw alone: --profile h200 does not know another rate",
+        ),
     ],
 )
 def test_what_a_profile_cannot_be_taken_for_is_refused(capsys, line, says):

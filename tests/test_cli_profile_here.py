@@ -114,6 +114,7 @@ def test_what_cannot_be_done_is_refused_at_once(nothing_is_measured, tmp_path, c
     device = () if "--device" in words else ("--device", "cpu")
     code, out, err = run(capsys, "profile", *device, *words.replace("{}", str(tmp_path)).split())
     assert (code, out) == (2, "") and "Traceback" not in err
+    assert "Measuring" not in err or words.endswith("--device tpu")
     assert says.replace("{}", str(tmp_path)) in err.replace("\n", " ")
     assert list(tmp_path.iterdir()) == []
 
@@ -142,6 +143,18 @@ def test_memory_that_runs_out_is_a_fault_of_the_machine(
         capsys, "profile", folder, "--device", "cpu", "--seconds", 10, "-o", tmp_path / "x.json"
     )
     assert code == 1 and "out of host memory" in err and not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("name", ["mixtral-9x9b", "qwen3-30b-a3b"])
+def test_a_model_that_cannot_be_measured_is_refused_before_torch_is_there(
+    tmp_path, capsys, monkeypatch, name
+):
+    import sys
+
+    monkeypatch.delitem(mg.__dict__, "Engine", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = run(capsys, "profile", name, "-o", tmp_path / "x.json")
+    assert code == 2 and name in err and "Measuring" not in err and "pip" not in err
 
 
 def test_without_torch_it_says_what_to_install(tmp_path, capsys, monkeypatch):

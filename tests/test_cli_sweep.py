@@ -134,7 +134,12 @@ def test_a_knob_without_effect_is_a_warning(calls, capsys):
         ("--h2d 0", "h2d_bytes_per_s must be finite and positive"),
         ("--schedule flexgen", "schedule 'flexgen' is not there; known: module"),
         ("--vary omega", "--vary takes NAME=VALUES, got 'omega'"),
-        ("--vary omega=1", "--vary omega: give its values once, with --omega"),
+        ("--vary omega=1", "--vary omega=1: it has a flag of its own: --omega 1\n"),
+        (
+            "--vary h2d_bytes_per_s=25e9,50e9",
+            "--vary h2d_bytes_per_s=25e9,50e9: it has a flag of its own: --h2d 25e9,50e9\n",
+        ),
+        ("--vary n=1 --vary n=2", "--vary n: give its values once, with --vary n\n"),
         ("--vary bogus=1", "there is no parameter 'bogus' to sweep"),
         ("--omega 1 --hw c9", "--hw: 'c9' is no file"),
     ],

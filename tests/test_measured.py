@@ -466,6 +466,13 @@ def test_a_file_cut_short_is_refused(path):
         CostModel.from_profile(path.parent / "none.json")
 
 
+def test_a_name_that_is_none_says_which_there_are():
+    there = "is no file, and none of h200, what ships with moegen."
+    for name, advice in (("h100", "Make one of your machine: moegen"), ("H200", "Write h200")):
+        with pytest.raises(InvalidInput, match=f"'{name}' {there} {advice}"):
+            CostModel.from_profile(name)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -77,7 +77,9 @@ def test_two_lanes_that_meet_wait_for_the_later():
 
 def test_contention_is_in_and_without_spread_it_is_a_point():
     g = omega_graphs()[0.25]
-    u = mg.uncertainty(g, C2, samples=7)  # a roofline knows of no spread
+    with pytest.warns(UserWarning, match="does not know how durations scatter"):
+        u = mg.uncertainty(g, C2, samples=7)  # a roofline knows of no spread
+    assert repr(u).endswith("no scatter is known: no band>") and not u.spread.scatters
     assert u.predicted_s == mg.simulate(g, C2, steps=5).period_s
     assert u.samples_s == pytest.approx([u.predicted_s] * 7, rel=1e-12)
     assert u.predicted_s > mg.simulate(g, C2, steps=5, shared=False).period_s
@@ -132,8 +134,42 @@ def test_probability_of_the_best_is_that_of_a_normal_difference():
 
 def test_without_spread_the_best_is_certain_and_ties_are_shared():
     cost = CostModel.fixed({"t": 1.0})
-    assert mg.best_probability({1: lane(2), 2: lane(3)}, cost) == {1: 1.0, 2: 0.0}
-    assert mg.best_probability({1: lane(3), 2: lane(3)}, cost) == {1: 0.5, 2: 0.5}
+    with pytest.warns(UserWarning, match="there is no band") as said:
+        assert mg.best_probability({1: lane(2), 2: lane(3)}, cost) == {1: 1.0, 2: 0.0}
+    assert len(said) == 1 and said[0].filename == __file__
+    with pytest.warns(UserWarning, match="there is no band") as said:
+        mg.bands({1: lane(2), 2: lane(3)}, cost, samples=3)
+    assert len(said) == 1 and said[0].filename == __file__
+    # Who says himself that there is none is not told.
+    none = mg.Spread()
+    assert mg.best_probability({1: lane(3), 2: lane(3)}, cost, none) == {1: 0.5, 2: 0.5}
+
+
+def test_a_spread_of_an_op_that_there_is_not_is_refused():
+    g, cost = lane(2), CostModel.fixed({"t": 1.0, "p": 1.0})
+    for kind in ("each", "common"):
+        typo = mg.Spread(**{kind: {"copy_exprt": 0.02}})
+        for ask in (mg.uncertainty, lambda *of: mg.bands({1: g}, *of[1:])):
+            with pytest.raises(InvalidInput, match="'copy_exprt', and there is no such op; there"):
+                ask(g, cost, typo)
+    # One that other graphs have is none: without CPU attention its scatter does not matter.
+    assert mg.uncertainty(g, cost, mg.Spread(common={"attn_cpu": 0.1}), samples=9).std_s == 0
+    two = {"p": lane(2, "p"), "t": g}
+    assert len(mg.bands(two, cost, mg.Spread(common={"p": 0.1, "t": 0.1}), samples=9)) == 2
+
+
+def test_a_slower_copy_that_has_slack_gives_no_band():
+    """Two copies share a link: the sum binds, and yet only the later of them shows."""
+    g = TaskGraph((task("fetch_kv", "KV"), task("copy_expert", "BULK")), ())
+    cost = CostModel.fixed(
+        {"fetch_kv": 1.0, "copy_expert": 3.0},
+        demands={"fetch_kv": {"h2d": 1.0}, "copy_expert": {"h2d": 3.0}},
+        capacities={"h2d": 1.0},
+    )
+    spreads = {op: mg.Spread(common={op: 0.05}) for op in ("fetch_kv", "copy_expert")}
+    wide = {op: mg.uncertainty(g, cost, s, steps=1, samples=N) for op, s in spreads.items()}
+    assert wide["fetch_kv"].predicted_s == 4.0 and wide["fetch_kv"].std_s == 0.0
+    assert near(wide["copy_expert"].std_s, 4 * 0.05, sigmas=6)
 
 
 def omega_graphs() -> dict[float, TaskGraph]:
@@ -265,15 +301,19 @@ def test_refusals():
         mg.Spread.of(mg.simulate(g, cost))
     with pytest.raises(InvalidInput, match="spread must be a Spread, got 0.1"):
         mg.uncertainty(g, cost, 0.1)
+    for ask in (mg.uncertainty, lambda s, *of: mg.bands({0.5: s}, *of)):
+        with pytest.raises(InvalidInput, match="a graph must be a TaskGraph, .* got Strategy"):
+            ask(mg.Strategy(B=1, b_a=1, b_e=1), cost)
     with pytest.raises(InvalidInput, match="samples must be a whole number of at least 1"):
         mg.uncertainty(g, cost, samples=0)
     with pytest.raises(InvalidInput, match="share of samples lies in"):
-        mg.uncertainty(g, cost, samples=2).quantile(1.5)
+        mg.uncertainty(g, cost, mg.Spread(), samples=2).quantile(1.5)
     with pytest.raises(InvalidInput, match=r"level .* lies in \[0, 1\], got 1.5"):
-        mg.uncertainty(g, cost, samples=2).interval_s(1.5)
+        mg.uncertainty(g, cost, mg.Spread(), samples=2).interval_s(1.5)
     with pytest.raises(InvalidInput, match="name 'low' is that of another column"):
-        mg.bands({1: g}, cost, samples=2, name="low")
+        mg.bands({1: g}, cost, mg.Spread(), samples=2, name="low")
     with pytest.raises(InvalidInput, match="timelines must be measured runs, got None"):
         mg.Spread.of(None)
     assert [d.kind for d in mg.Spread().to_frame().dtypes] == ["f", "f"]
-    assert "90% of 2 samples" in repr(mg.uncertainty(g, cost, samples=2))
+    some = mg.Spread({"t": 0.1})
+    assert "90% of 2 samples" in repr(mg.uncertainty(g, cost, some, samples=2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ import typer
 import moegen as mg
 from moegen.cli.flags import HERE, HW_HELP, machine, naming
 from moegen.errors import InvalidInput
-from moegen.graph.profile_table import DTYPES, ProfileTable, profiles
+from moegen.graph.profile_table import DTYPES, ProfileTable, profiles, require_profile
 
 Profile = Annotated[
     str | None,
@@ -60,12 +59,6 @@ def measured(profile: str, hw: mg.HardwareSpec | None) -> tuple[mg.HardwareSpec,
             return hw, mg.CostModel.from_profile(profile, hw=hw)
         except InvalidInput as error:
             raise InvalidInput(_with_flags(str(error))) from error
-
-
-def require_profile(profile: str) -> None:
-    """Refuse what is neither a profile that ships with moegen nor a file."""
-    if profile not in profiles() and not Path(profile).is_file():
-        raise InvalidInput(f"{profile!r} is no file, and none of {', '.join(profiles())}")
 
 
 def other_dtypes(cost: mg.CostModel | None, models: Iterable[mg.ModelSpec | None]) -> list[str]:

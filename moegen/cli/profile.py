@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -58,12 +59,13 @@ def profile(
     """
     require_writable("--output", output)
     require_apart({"--output": output}, models or ())
+    specs = _specs(models or ())
     jobs.engine_class()  # says what to install, if that is missing
     notes: list[str] = []
     say("Measuring this machine: other programs on it make the numbers worse.")
     with jobs.enough_memory():
         table = mg.profile(
-            models or None,
+            specs or None,
             device=device,
             dtype=dtype,
             budget_s=budget,
@@ -77,3 +79,13 @@ def profile(
         return
     say(f"{len(table.curves)} curves of {table.machine.gpu_name} and {table.machine.cpu_name}")
     say(f"written to {output}")
+
+
+def _specs(models: Sequence[str]) -> list[mg.ModelSpec]:
+    """The models, refused before torch is imported if there is none or it cannot run."""
+    from moegen.exec.families import require_family
+
+    specs = [mg.ModelSpec.from_pretrained(model) for model in models]
+    for spec in specs:
+        require_family(spec)
+    return specs

@@ -80,7 +80,7 @@ class Axes:
         ),
     ] = None
 
-    def given(self) -> dict[str, Any]:
+    def given(self, profile: str | None) -> dict[str, Any]:
         """The values of what is swept, by its name in Python."""
         found: dict[str, Any] = {}
         for field in fields(self):
@@ -91,9 +91,14 @@ class Axes:
             name, equals, values = text.partition("=")
             if not equals or not name.isidentifier():
                 raise InvalidInput(f"--vary takes NAME=VALUES, got {text!r}")
-            if name in found or name in _FLAGS:
-                flag = _FLAGS.get(name, f"--vary {name}")
+            flag = _FLAGS.get(name, f"--vary {name}")
+            if name in found:
                 raise InvalidInput(f"--vary {name}: give its values once, with {flag}")
+            if name in _FLAGS:
+                said = f"--vary {text}: it has a flag of its own: {flag} {values}"
+                if profile and name.endswith("_per_s"):
+                    said += f", with --hw alone: --profile {profile} does not know another rate"
+                raise InvalidInput(said)
             found[name] = _values(f"--vary {name}", name, values)
         return found
 
@@ -163,7 +168,7 @@ def sweep(
     models = _models(model)
     rows, notes = work.read(model, models[0])
     warn(notes)
-    given: dict[str, Any] = axes.given()
+    given: dict[str, Any] = axes.given(profile)
     machines, cost = _machines(hw, profile, given)
     warn(other_dtypes(cost, models))
     if len(models) > 1:

@@ -287,6 +287,19 @@ class ProfileTable:
         return found
 
 
+def require_profile(name: str | Path) -> None:
+    """Refuse what is neither a table that ships with moegen nor a file: InvalidInput."""
+    known = profiles()
+    if name in known or Path(name).is_file():
+        return
+    meant = [one for one in known if one == str(name).lower()]
+    advice = f"Write {meant[0]}" if meant else "Make one of your machine: moegen profile -o FILE"
+    raise InvalidInput(
+        f"{str(name)!r} is no file, and none of {', '.join(known)}, what ships with moegen. "
+        f"{advice}"
+    )
+
+
 def profiles() -> list[str]:
     """Names of the tables that ship with moegen."""
     return sorted(p.stem for p in CATALOGUE.glob("*.json"))

@@ -19,6 +19,9 @@ _FASTER, _SLOWER = "#1b7f5c", "#c0392b"
 def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """By how much each change makes a measured run faster, the best on top.
 
+    Bars of changes that do not fit memory are pale, and say so. Where the run as simulated is not
+    what was measured, the title names both.
+
     Parameters
     ----------
     df : DataFrame
@@ -48,12 +51,15 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if ax is None:
         _, ax = plt.subplots(figsize=(7.5, 1.1 + 0.36 * len(df)), layout="constrained")
     at = range(len(df))
-    ax.barh(at, gains, color=[_FASTER if g >= 0 else _SLOWER for g in gains], height=0.72)
+    misfits = list(df["misfit"]) if "misfit" in df.columns else [""] * len(df)
+    bars = ax.barh(at, gains, color=[_FASTER if g >= 0 else _SLOWER for g in gains], height=0.72)
+    for bar, misfit in zip(bars, misfits, strict=True):
+        bar.set_alpha(0.35 if misfit else 1.0)
     ax.axvline(0, color="#333333", lw=0.8)
     ax.set_yticks(at, df["question"].tolist())
-    for y, (gain, period_s) in enumerate(zip(gains, df["period_s"], strict=True)):
+    for y, (gain, period_s, misfit) in enumerate(zip(gains, df["period_s"], misfits, strict=True)):
         ax.annotate(
-            f"{gain:+.1f}%, {format_seconds(period_s)}",
+            f"{gain:+.1f}%, {format_seconds(period_s)}" + (", does not fit" if misfit else ""),
             (max(gain, 0.0), y),
             (4, 0),
             textcoords="offset points",
@@ -64,7 +70,11 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     ax.set_xlim(min(min(gains), 0.0) - 0.03 * span, max(max(gains), 0.0) + 0.35 * span)
     ax.set_xlabel("tokens a second more, %")
     base = format_seconds(float(df["base_s"].iloc[0]))
-    ax.set_title(f"What changes would do to a step of {base}", loc="left", fontsize=10)
+    title = f"What changes would do to a step of {base}"
+    if "measured_s" in df.columns:
+        measured = format_seconds(float(df["measured_s"].iloc[0]))
+        title += f", measured {measured}" if measured != base else ""
+    ax.set_title(title, loc="left", fontsize=10)
     ax.invert_yaxis()
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)
     ax.tick_params(axis="y", length=0)

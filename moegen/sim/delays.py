@@ -43,7 +43,9 @@ def delay_slopes(
     A delay holds the lane of its task and draws on nothing: it begins when the task could, and
     the task follows it. Of an op with n tasks a step, all on the way that binds, the period
     grows by n seconds a second of delay; by 0 where there is slack for it. All resources are
-    shared, so a delayed copy also leaves the link to others meanwhile.
+    shared, so a delayed copy also leaves the link to others meanwhile: where one of those binds,
+    such as KV that is fetched while experts are copied ahead, the step gets shorter, and the
+    slope is below 0.
 
     Parameters
     ----------

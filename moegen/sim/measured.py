@@ -14,7 +14,7 @@ from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.layer import Phase
-from moegen.graph.profile_table import ProfileTable, profiles
+from moegen.graph.profile_table import ProfileTable, profiles, require_profile
 from moegen.graph.task import Lane, Task, TaskId, Work
 from moegen.sim.capacities import InCompany
 from moegen.sim.cost import Cost, CostModel, Provenance
@@ -274,6 +274,8 @@ def read_table(
 
     See :meth:`CostModel.from_profile`.
     """
+    if isinstance(path, str):
+        require_profile(path)
     named = isinstance(path, str) and path in profiles()
     table = ProfileTable.from_name(str(path)) if named else ProfileTable.load(path)
     if not allow_mismatch:

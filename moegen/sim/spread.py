@@ -104,6 +104,11 @@ class Spread:
             sums[t.id.op] = total + seconds, spread + seconds * cost.spread(t)
         return cls(common={op: spread / s if s else 0.0 for op, (s, spread) in sums.items()})
 
+    @property
+    def scatters(self) -> bool:
+        """Whether any deviation is above 0."""
+        return any((*self.each.values(), *self.common.values()))
+
     def times(self, factor: float) -> Spread:
         """All deviations times a factor."""
         return Spread(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number, whole
+from moegen.graph.features import FEATURES_OF
 from moegen.graph.task import TaskGraph
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
@@ -18,9 +20,6 @@ from moegen.sim.maxplus import Compiled
 from moegen.sim.spread import Spread
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 STEPS, SAMPLES, LEVEL = 5, 2000, 0.9
 # Durations that are held at once: 64 MiB.
@@ -39,11 +38,14 @@ class Uncertainty:
         Periods with scatter.
     tokens : float
         New tokens of a step; 0 where the graph has no shape.
+    spread : Spread
+        How durations were taken to scatter.
     """
 
     predicted_s: float
     samples_s: np.ndarray = field(repr=False)
     tokens: float = 0.0
+    spread: Spread = field(default_factory=Spread, repr=False)
 
     @property
     def mean_s(self) -> float:
@@ -80,6 +82,9 @@ class Uncertainty:
         return self.quantile((1 - level) / 2), self.quantile((1 + level) / 2)
 
     def __repr__(self) -> str:
+        if not self.spread.scatters:
+            period = format_seconds(self.predicted_s)
+            return f"<Uncertainty period {period}, no scatter is known: no band>"
         low, high = map(format_seconds, self.interval_s())
         return (
             f"<Uncertainty period {format_seconds(self.predicted_s)}, {LEVEL:.0%} of "
@@ -102,7 +107,10 @@ def uncertainty(
     included, is multiplied by random factors, and the graph is run again for each sample
     (:class:`moegen.sim.maxplus.Compiled`). Each task of each step has a factor of its own, and
     all tasks of an op one in common, both log-normal with a mean of 1. Who is slowed by whom, and
-    what handing tasks over takes, is not worked out anew.
+    what handing tasks over takes, is not worked out anew: a copy that takes longer delays what
+    waits for it, and not what shares the link with it. So an op for which there is slack gives no
+    band, even where the link that it draws on binds. If a link may be off, say so of each op that
+    draws on it.
 
     Parameters
     ----------
@@ -110,7 +118,8 @@ def uncertainty(
         One step, bound to a shape if the cost model goes by work.
     cost : CostModel
     spread : Spread, optional
-        By default what the cost model itself knows, ``Spread.of_cost(cost, g)``.
+        By default what the cost model itself knows, ``Spread.of_cost(cost, g)``. Where that is
+        nothing, as of a roofline, the band has no width, and a ``UserWarning`` says so.
     steps : int
         Of a sample; the period is the mean over those in its middle.
     samples : int
@@ -124,17 +133,31 @@ def uncertainty(
     Raises
     ------
     InvalidInput
-        If a number is out of range.
+        If a number is out of range, or the spread names an op that neither the graph nor any
+        graph of `build` has.
     GraphError
         If the graph is unrolled.
     """
+    check(spread, [g])
+    found = sampled(g, cost, spread, steps, samples, seed)
+    warn_of_nothing(spread, [found])
+    return found
+
+
+def sampled(
+    g: TaskGraph,
+    cost: CostModel,
+    spread: Spread | None,
+    steps: int = STEPS,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Uncertainty:
+    """:func:`uncertainty` of a spread that was checked, without a warning."""
     samples = whole(samples, "samples", at_least=1, at_most=2**24)
     seed = whole(seed, "seed")
     compiled = Compiled(g, steps)
     if spread is None:
         spread = Spread.of_cost(cost, g)
-    elif not isinstance(spread, Spread):
-        raise InvalidInput(f"spread must be a Spread, got {spread!r}")
     run = simulate(g, cost, steps)
     lasts, idle = run.end_s - run.start_s, _idle_s(g, run)
     ops = list(dict.fromkeys(t.id.op for t in g))
@@ -159,85 +182,37 @@ def uncertainty(
         durations[:, scatter] *= _factors(each[scatter], normal)
         periods[rows] = compiled.period(idle + durations)
     tokens = g.shape.tokens if g.shape is not None else 0
-    return Uncertainty(run.period_s, periods, float(tokens))
+    return Uncertainty(run.period_s, periods, float(tokens), spread)
 
 
-def best_probability(
-    graphs: Mapping[Any, TaskGraph], cost: CostModel, spread: Spread | None = None, **options: Any
-) -> dict[Any, float]:
-    """The probability that each candidate gives the most tokens a second.
+def check(spread: Any, graphs: Collection[TaskGraph]) -> None:
+    """Refuse what is no graph, and a spread of an op that there is not, for it may be misspelt.
 
-    What all tasks of an op have in common is the same for all candidates within a sample: a link
-    that is slower than measured is so for each of them.
-
-    Parameters
-    ----------
-    graphs : mapping
-        The graph of a step by candidate: ``{omega: mg.build(...), ...}``. Those without a
-        shape count as of one token each.
-    cost, spread, **options
-        As for :func:`uncertainty`.
-
-    Returns
-    -------
-    dict
-        Probabilities by candidate, which sum to 1; ties are shared.
-
-    Raises
-    ------
-    InvalidInput
-        If there is no candidate; as :func:`uncertainty`.
+    Ops of other graphs pass: at ω = 0 there is no CPU attention, and runs know how it scatters.
     """
-    return _best(_candidates(graphs, cost, spread, options))
+    for g in graphs:
+        if not isinstance(g, TaskGraph):
+            raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
+    if spread is None:
+        return
+    if not isinstance(spread, Spread):
+        raise InvalidInput(f"spread must be a Spread, got {spread!r}")
+    there = dict.fromkeys(t.id.op for g in graphs for t in g)
+    for op in (*spread.each, *spread.common):
+        if op not in there and op not in FEATURES_OF:
+            raise InvalidInput(
+                f"the spread is of {op!r}, and there is no such op; there are {', '.join(there)}"
+            )
 
 
-def bands(
-    graphs: Mapping[Any, TaskGraph],
-    cost: CostModel,
-    spread: Spread | None = None,
-    *,
-    name: str = "omega",
-    level: float = LEVEL,
-    **options: Any,
-) -> pd.DataFrame:
-    """A curve over candidates with its uncertainty; :func:`moegen.plot.bands` draws it.
-
-    Parameters
-    ----------
-    graphs : mapping
-        The graph of a step by candidate: ``{omega: mg.build(...), ...}``.
-    cost, spread, **options
-        As for :func:`uncertainty`.
-    name : str
-        Of the column of candidates.
-    level : float
-        Share of the samples between ``low`` and ``high``.
-
-    Returns
-    -------
-    DataFrame
-        One row a candidate: ``name``, ``period_s``, ``tokens_per_s`` as predicted, ``low`` and
-        ``high`` of it, and ``probability_best``.
-
-    Raises
-    ------
-    InvalidInput
-        As :func:`best_probability`.
-    """
-    import pandas as pd
-
-    columns = [name, "period_s", "tokens_per_s", "low", "high", "probability_best"]
-    if name in columns[1:]:
-        raise InvalidInput(f"name {name!r} is that of another column: choose another one")
-    found = _candidates(graphs, cost, spread, options)
-    probability = _best(found)
-    rows = []
-    for candidate, u in found.items():
-        tokens = u.tokens or 1.0
-        slow_s, fast_s = reversed(u.interval_s(level))
-        rates = [tokens / s if s else np.inf for s in (u.predicted_s, slow_s, fast_s)]
-        rows.append((candidate, u.predicted_s, *rates, probability[candidate]))
-    return pd.DataFrame(rows, columns=columns)
+def warn_of_nothing(spread: Spread | None, found: Iterable[Uncertainty]) -> None:
+    """Tell who asked the caller where a cost model was relied on that knows no scatter."""
+    if spread is None and not any(u.spread.scatters for u in found):
+        warnings.warn(
+            "the cost model does not know how durations scatter, so there is no band: give "
+            "spread=Spread.of(runs), Spread(common={...}), or a cost model from a profile",
+            stacklevel=3,
+        )
 
 
 def _idle_s(g: TaskGraph, run: Timeline) -> np.ndarray:
@@ -255,24 +230,6 @@ def _idle_s(g: TaskGraph, run: Timeline) -> np.ndarray:
             ready = max((ends[begin + u] for u in waits[v]), default=0.0)
             idle[begin + v] = max(0.0, starts[begin + v] - ready)
     return idle
-
-
-def _candidates(
-    graphs: Mapping[Any, TaskGraph], cost: CostModel, spread: Spread | None, options: Any
-) -> dict[Hashable, Uncertainty]:
-    if not isinstance(graphs, Mapping) or not graphs:
-        raise InvalidInput(
-            f"graphs must map candidates to graphs, such as {{0.5: mg.build(...)}}, got {graphs!r}"
-        )
-    return {k: uncertainty(g, cost, spread, **options) for k, g in graphs.items()}
-
-
-def _best(found: Mapping[Hashable, Uncertainty]) -> dict[Any, float]:
-    # Seconds a token: also of a step that takes none.
-    each = np.array([u.samples_s / (u.tokens or 1.0) for u in found.values()])
-    first = each == each.min(axis=0)
-    shares = (first / first.sum(axis=0)).mean(axis=1)
-    return dict(zip(found, shares.tolist(), strict=True))
 
 
 def _stream(seed: int, op: str) -> np.random.Generator:

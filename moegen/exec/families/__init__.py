@@ -19,6 +19,15 @@ FAMILIES = {
 }
 
 
+def require_family(spec: ModelSpec) -> None:
+    """Refuse a model of a family that cannot run: InvalidInput. Needs no torch."""
+    if spec.model_type not in FAMILIES:
+        raise InvalidInput(
+            f"{spec.name}: models of family {spec.model_type!r} can be planned but not run yet; "
+            f"families that run are {', '.join(FAMILIES)}"
+        )
+
+
 def family_for(
     spec: ModelSpec, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> Family:
@@ -29,12 +38,8 @@ def family_for(
     InvalidInput
         If the family cannot run, or the configuration asks for something it does not do.
     """
+    require_family(spec)
     import torch
 
-    if spec.model_type not in FAMILIES:
-        raise InvalidInput(
-            f"{spec.name}: models of family {spec.model_type!r} can be planned but not run yet; "
-            f"families that run are {', '.join(FAMILIES)}"
-        )
     module, name = FAMILIES[spec.model_type].split(":")
     return getattr(import_module(module), name)(spec, dtype or getattr(torch, spec.dtype), device)
