@@ -29,8 +29,12 @@ def test_an_executed_step_is_explained(make, tmp_path):
         graph = mg.build(engine.model, s, phase="decode", kv_len=16)
         real = engine.execute(graph, steps=6)
     real.save(tmp_path / "real.json")
+    here = mg.HardwareSpec.detect()
+    assert real.meta["machine"] == {"gpu_name": "none (CPU lanes)", "cpu_name": here.cpu_name}
     cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
-    result = mg.compare(cost, Timeline.load(tmp_path / "real.json"))
+    with pytest.warns(UserWarning, match="another machine than the run: the GPU there is 'RTX A50"):
+        result = mg.compare(cost, Timeline.load(tmp_path / "real.json"))
+    assert result.measured_on.endswith(f"{here.cpu_name}, {real.meta['date']}")
     # A tiny model on CPU lanes is not like c2 at all; the sums hold all the same.
     assert abs(result.error) > 0.1
     period_s = result.measured_period_s
