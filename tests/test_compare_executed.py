@@ -16,6 +16,7 @@ from tiny import give_tokenizer, tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.cli import main  # noqa: E402
 from moegen.timeline import Timeline  # noqa: E402
+from tests.documents import Document  # noqa: E402
 
 matplotlib.use("agg")
 pytestmark = pytest.mark.cpu
@@ -76,3 +77,23 @@ def test_the_file_of_a_run_is_compared(tmp_path, capsys):
     )
     first, *_, last = Timeline.load(tmp_path / "real.json").shapes
     assert first != last
+
+
+def test_the_pair_of_the_quickstart_is_of_one_graph(tmp_path, monkeypatch, capsys):
+    path, _ = tiny_mixtral(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    lines = Document("docs/quickstart.md").moegen
+    first = next(i for i, line in enumerate(lines) if "--timeline predicted.json" in line)
+    simulate, bench, compare = lines[first : first + 3]
+    assert "--profile here.json" in simulate and "--timeline real.json" in bench
+    for line in (
+        simulate.replace("--profile here.json", "--hw c2"),
+        f"{bench} --device cpu --steps 3",
+        compare,
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(line.replace("~/.cache/moegen/demo-moe", str(path)).split()[1:])
+        said = capsys.readouterr()
+        assert not exit_.value.code, said.err
+    assert "task cost" in said.out and "Measured on none (CPU lanes)" in said.out
+    assert "warning: the prediction is of another machine" in said.err
