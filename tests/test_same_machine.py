@@ -121,8 +121,9 @@ def test_a_comparison_says_what_it_rests_on():
 
 def test_rates_stand_beside_the_times_that_they_are_of():
     lines = str(mg.compare(RATES.corrected(run()), run())).splitlines()
+    rates = ["predicted", "rate", "measured", "rate"]
     (head,) = (line for line in lines if line.startswith("resource"))
-    assert head.split() == ["resource", "a", "step", "predicted", "measured", "error", "at", "at"]
+    assert head.split() == ["resource", "a", "step", "predicted", "measured", "error", *rates]
     row = next(line for line in lines if line.startswith("h2d"))
     cells = [x for x in row.split("  ") if x.strip()]
     assert cells[2].strip() == cells[3].strip() and cells[4].strip() in ("+0.0%", "-0.0%")

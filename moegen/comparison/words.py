@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 # Ops that have less to do with the error than this share of the period are not named.
 _LEAST = 5e-4
-_USED = (
-    "Work of a step, the time in which any of it is done, and the rate then: predicted, measured"
-)
+_USED = "Work of a step, the time in which any of it is done, its error, and the rates in that time"
+_RATES = ("predicted rate", "measured rate")
 
 
 def as_text(c: Comparison) -> str:
@@ -33,7 +32,7 @@ def as_text(c: Comparison) -> str:
     table.append(("period", "", "", *_period(c)))
     lines = [f"{c.name}, time of a step", *_columns(table, left=2)]
     if len(c.by_resource):
-        used = [("resource", "a step", "predicted", "measured", "error", "at", "at")]
+        used = [("resource", "a step", "predicted", "measured", "error", *_RATES)]
         used += [_use(row) for row in rows(c.by_resource)]
         lines += ["", _USED, *_columns(used, left=1)]
     if c.predicted.cost is not None:

@@ -76,13 +76,14 @@ def check_machine(predicted: CostModel | Timeline, measured: Timeline) -> None:
     ]
     if not differ or getattr(origin, "any_machine", False):
         return
-    what = f"is of another machine than the run: {'; '.join(differ)}"
+    how = "; ".join(differ)
     if isinstance(getattr(origin, "table", None), ProfileTable):
         raise InvalidInput(
-            f"the profile {what}. Measure the run's machine with moegen profile, or take the "
-            f"profile with allow_mismatch=True (--allow-mismatch) to use it all the same"
+            f"the profile is of another machine than the run: {how}. Measure the run's machine "
+            f"with moegen profile, or take the profile with allow_mismatch=True "
+            f"(--allow-mismatch) to use it all the same"
         )
-    warnings.warn(f"the prediction {what}", stacklevel=3)
+    warnings.warn(f"the prediction is of another machine than the run: {how}", stacklevel=3)
 
 
 def _origin(cost: CostModel) -> CostModel:
