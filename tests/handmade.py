@@ -18,6 +18,7 @@ from moegen.graph.task import (
     Value,
     Work,
 )
+from moegen.timeline import Timeline
 
 
 def tid(op: str, step: int = 0) -> TaskId:
@@ -129,3 +130,8 @@ def random_demands(rng: np.random.Generator, graph: TaskGraph) -> dict[TaskId, d
     """Draws on three resources of capacity 1, from light to more than there is."""
     names = ("h2d", "d2h", "host_memory")
     return {t.id: {r: float(rng.random() * 3) for r in names if rng.random() < 0.5} for t in graph}
+
+
+def as_measured(run: Timeline, **meta: object) -> Timeline:
+    """A simulated run as if it had been measured, with what ``meta`` says of it."""
+    return Timeline(run.graph, run.ids, run.start_s, run.end_s, source="measured", meta=meta)

@@ -6,7 +6,8 @@ import json
 import math
 
 import pytest
-from handmade import edge, join, task, tid
+from handmade import as_measured, edge, join, task, tid
+from small_models import deepseek, mixtral, two_layers
 
 import moegen as mg
 from moegen.comparison.split import PARTS
@@ -72,7 +73,7 @@ def test_tasks_are_counted_for_a_step():
     s = mg.Strategy(B=64, b_a=16, b_e=512, omega=0.5)
     graph = mg.build(model, s, phase="decode", kv_len=128)
     run = mg.simulate(graph, mg.CostModel.roofline(mg.HardwareSpec.from_name("c2")), steps=4)
-    result = mg.compare(run, run)
+    result = mg.compare(run, as_measured(run))
     assert result.by_op.loc["expert", "tasks"] == 32 * 8
     assert result.by_op["tasks"].sum() == result.by_lane["tasks"].sum() == len(graph)
     assert (result.by_op["error"].abs() < 1e-12).all() and result.error == 0.0
@@ -146,14 +147,43 @@ def test_its_data_are_json():
     assert [row["lane"] for row in data["by_lane"]] == ["GPU", "BULK"]
 
 
-def test_other_graphs_are_refused_by_both_names():
+def test_other_graphs_are_refused_by_what_differs():
     graph, durations = join()
-    with pytest.raises(mg.InvalidInput, match="5 tasks.*3 tasks"):
+    with pytest.raises(mg.InvalidInput, match="1 tasks of a predicted and 0 measured.*--profile"):
         mg.compare(mg.simulate(graph, CostModel.fixed(durations)), measured([(1, 1, 1)]))
+    tasks = pipeline().tasks
+    other = TaskGraph(tasks, (edge("copy", "use"),))
+    fixed = CostModel.fixed({"copy": 1, "other": 1, "use": 1})
+    with pytest.raises(mg.InvalidInput, match="the same tasks wait for each other in another way"):
+        mg.compare(mg.simulate(other, fixed), measured([(1, 1, 1)]))
+
+
+S = mg.Strategy(B=4, b_a=2, b_e=8, omega=0.5)
+
+
+@pytest.mark.parametrize(
+    ("model", "phase", "s", "said"),
+    [
+        (mixtral(), "decode", S.with_(omega=0.25), ["omega 0.25 predicted and 0.5 measured"]),
+        (mixtral(), "decode", S.with_(b_a=1, kv_slots=3), ["b_a 1 pred", "kv_slots 3 predicted"]),
+        (mixtral(), "prefill", S, ["the phase is prefill predicted and decode measured"]),
+        (two_layers().model, "decode", S, ["experts of a layer: 2 predicted"]),
+        (deepseek(), "decode", S, ["the model is deepseek", "predicted and mixtral measured"]),
+    ],
+)
+def test_other_graphs_of_models_are_told_apart(model, phase, s, said):
+    h200 = CostModel.roofline(mg.HardwareSpec.from_name("h200"))
+    real = as_measured(mg.simulate(mg.build(mixtral(), S, kv_len=20), h200))
+    size = {"kv_len": 20} if phase == "decode" else {"prompt_len": 20}
+    run = mg.simulate(mg.build(model, s, phase, **size), h200)
+    with pytest.raises(mg.InvalidInput, match="the timelines are of different graphs") as error:
+        mg.compare(run, real)
+    assert all(words in str(error.value) for words in said)
+    assert "TaskGraph" not in str(error.value)
 
 
 def test_swapped_or_empty_timelines_are_refused():
-    with pytest.raises(mg.InvalidInput, match="predicted one first"):
+    with pytest.raises(mg.InvalidInput, match="give the predicted first"):
         mg.compare(measured([(1, 1, 1)]), predicted(1, 1, 1))
     empty = Timeline(pipeline(), [], [], [], source="measured")
     with pytest.raises(mg.InvalidInput, match="measured timeline has no tasks"):
@@ -238,7 +268,7 @@ def test_steps_may_begin_anywhere():
 def test_an_unrolled_graph_can_be_compared():
     cost = CostModel.fixed({"copy": 1, "other": 1, "use": 4})
     whole = mg.simulate(pipeline().unroll(4), CostModel.fixed({"copy": 1, "other": 1, "use": 3}))
-    result = mg.compare(cost, whole)
+    result = mg.compare(cost, as_measured(whole))
     assert result.parts["seconds"].tolist() == [1.0, 0.0, 0.0]
     assert result.task_cost["seconds"]["use"] == 1.0
 
@@ -270,6 +300,10 @@ def test_a_trace_shows_both_from_the_steps_that_count_on(tmp_path):
     assert (told["predicted_us"], told["measured_us"], told["error_percent"]) == (1e6, 2e6, -50)
 
 
-def test_two_predictions_can_be_compared():
-    result = mg.compare(predicted(3, 2, 1), predicted(3, 2, 2))
-    assert result.by_op.loc["use", "error"] == -0.5
+def test_each_must_be_what_it_stands_for():
+    run, real = predicted(3, 2, 1), measured([(3, 2, 1)])
+    for first in (run, CostModel.fixed({"copy": 1, "other": 1, "use": 1})):
+        with pytest.raises(mg.InvalidInput, match="the timeline was simulated: give a measured"):
+            mg.compare(first, run)
+    with pytest.raises(mg.InvalidInput, match="the predicted timeline was measured: give one that"):
+        mg.compare(real, real)

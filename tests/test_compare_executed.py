@@ -16,6 +16,7 @@ from tiny import give_tokenizer, tiny_deepseek_v2, tiny_mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.cli import main  # noqa: E402
 from moegen.timeline import Timeline  # noqa: E402
+from tests.documents import Document  # noqa: E402
 
 matplotlib.use("agg")
 pytestmark = pytest.mark.cpu
@@ -29,8 +30,12 @@ def test_an_executed_step_is_explained(make, tmp_path):
         graph = mg.build(engine.model, s, phase="decode", kv_len=16)
         real = engine.execute(graph, steps=6)
     real.save(tmp_path / "real.json")
+    here = mg.HardwareSpec.detect()
+    assert real.meta["machine"] == {"gpu_name": "none (CPU lanes)", "cpu_name": here.cpu_name}
     cost = mg.CostModel.roofline(mg.HardwareSpec.from_name("c2"))
-    result = mg.compare(cost, Timeline.load(tmp_path / "real.json"))
+    with pytest.warns(UserWarning, match="another machine than the run: the GPU there is 'RTX A50"):
+        result = mg.compare(cost, Timeline.load(tmp_path / "real.json"))
+    assert result.measured_on.endswith(f"{here.cpu_name}, {real.meta['date']}")
     # A tiny model on CPU lanes is not like c2 at all; the sums hold all the same.
     assert abs(result.error) > 0.1
     period_s = result.measured_period_s
@@ -72,3 +77,23 @@ def test_the_file_of_a_run_is_compared(tmp_path, capsys):
     )
     first, *_, last = Timeline.load(tmp_path / "real.json").shapes
     assert first != last
+
+
+def test_the_pair_of_the_quickstart_is_of_one_graph(tmp_path, monkeypatch, capsys):
+    path, _ = tiny_mixtral(tmp_path / "tiny")
+    monkeypatch.chdir(tmp_path)
+    lines = Document("docs/quickstart.md").moegen
+    first = next(i for i, line in enumerate(lines) if "--timeline predicted.json" in line)
+    simulate, bench, compare = lines[first : first + 3]
+    assert "--profile here.json" in simulate and "--timeline real.json" in bench
+    for line in (
+        simulate.replace("--profile here.json", "--hw c2"),
+        f"{bench} --device cpu --steps 3",
+        compare,
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(line.replace("~/.cache/moegen/demo-moe", str(path)).split()[1:])
+        said = capsys.readouterr()
+        assert not exit_.value.code, said.err
+    assert "task cost" in said.out and "Measured on none (CPU lanes)" in said.out
+    assert "warning: the prediction is of another machine" in said.err

@@ -45,23 +45,28 @@ def labels(ax) -> list[str]:
     return [t.get_text() for t in ax.get_xticklabels()]
 
 
-def test_the_waterfall_leads_from_predicted_to_measured():
+def test_the_waterfall_leads_from_measured_to_predicted():
     c = chain({"copy": 2.0, "use": 1.0}, {"copy": 2.5, "use": 0.8}, gap_s=0.2)
     left, right = c.plot()
     assert labels(left) == [
-        "predicted",
+        "measured",
         "copy",
         "use",
         "scheduling,\ncontention",
         "untracked\noverhead",
-        "measured",
+        "predicted",
     ]
     bars = {b.get_x() + b.get_width() / 2: b for b in left.patches}
     tops = [bars[x].get_y() + bars[x].get_height() for x in range(6)]
-    # 3.0 predicted, +0.5 copy to 3.5, -0.2 use to 3.3, +0.2 of gaps to 3.5 measured.
-    assert tops == pytest.approx([3.0, 3.5, 3.5, 3.3, 3.5, 3.5])
+    # 3.5 measured, -0.5 copy to 3.0, +0.2 use to 3.2, -0.2 of gaps to 3.0 predicted.
+    assert tops == pytest.approx([3.5, 3.5, 3.2, 3.2, 3.2, 3.0])
     heights = [bars[x].get_height() for x in range(1, 5)]
     assert heights == pytest.approx([0.5, 0.2, 0.0, 0.2], abs=1e-12)
+    # The signs and the shares of the tables.
+    said = [t.get_text() for t in left.texts if t.get_text().endswith("%")]
+    shares = [*c.task_cost.loc[["copy", "use"], "share"], *c.parts["share"].iloc[1:]]
+    assert said == [f"{share:+.1%}" for share in shares] == ["-14.3%", "+5.7%", "+0.0%", "-5.7%"]
+    assert c.parts["share"].sum() == pytest.approx(c.error)
     assert "14.3% too fast" in left.get_title(loc="left")
     assert [t.get_text() for t in right.get_yticklabels()] == ["copy", "use"]
     assert [b.get_width() for b in right.patches] == pytest.approx([2.0, 2.5, 1.0, 0.8])
@@ -89,7 +94,9 @@ def test_what_takes_no_time_is_refused():
         c.plot()
 
 
-def test_two_measured_runs_differ_without_saying_why():
+def test_a_prediction_that_does_not_say_what_tasks_cost_differs_without_saying_why():
     c = chain({"copy": 2.0, "use": 1.0}, {"copy": 2.5, "use": 1.0})
-    left, _ = mg.compare(c.measured, c.measured).plot()
-    assert labels(left) == ["predicted", "not split", "measured"]
+    run = c.predicted
+    bare = Timeline(run.graph, run.ids, run.start_s, run.end_s)
+    left, _ = mg.compare(bare, c.measured).plot()
+    assert labels(left) == ["measured", "not split", "predicted"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from handmade import join, random_demands, random_durations, random_graph, times
+from handmade import as_measured, join, random_demands, random_durations, random_graph, times
 from small_models import mixtral
 
 import moegen as mg
@@ -75,7 +75,7 @@ def test_random_runs_come_back_from_their_files(tmp_path):
 def test_a_saved_prediction_splits_as_the_one_in_memory(graph, cost, tmp_path):
     run = mg.simulate(graph, cost, steps=4)
     slow = mg.HardwareSpec.from_name("h200").with_(h2d_bytes_per_s=20e9, cpu_attn_flops=1e10)
-    real = mg.simulate(graph, CostModel.roofline(slow), steps=4)
+    real = as_measured(mg.simulate(graph, CostModel.roofline(slow), steps=4))
     run.save(tmp_path / "t.json")
     one, other = mg.compare(run, real), mg.compare(Timeline.load(tmp_path / "t.json"), real)
     assert one.parts.equals(other.parts) and one.task_cost.equals(other.task_cost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +10,9 @@ import typer
 
 import moegen as mg
 from moegen.cli.console import print_json, say, warn
-from moegen.cli.flags import Json, machine, naming, require_apart, require_writable
-from moegen.cli.machine import other_dtypes, require_profile
+from moegen.cli.flags import Json, machine, require_apart, require_writable
+from moegen.cli.machine import measured as profile_of
+from moegen.cli.machine import other_dtypes
 from moegen.errors import InvalidInput
 
 
@@ -57,6 +59,13 @@ def compare(
             help="Write a trace of both here, to open in https://ui.perfetto.dev.",
         ),
     ] = None,
+    allow_mismatch: Annotated[
+        bool,
+        typer.Option(
+            "--allow-mismatch",
+            help="Take the profile even if it is of another machine than the run.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say how wrong a prediction was: by operation, by lane, by resource, and why.
@@ -67,7 +76,7 @@ def compare(
 
     moegen run and bench save what they measured with --timeline, moegen simulate what it
     predicted. With --profile or --hw in the place of SIM each measured step is predicted on what
-    it really worked on.
+    it really worked on. A profile of another machine than the run's is refused.
 
     Examples::
 
@@ -78,7 +87,9 @@ def compare(
     for flag, path in written.items():
         require_writable(flag, path)
     require_apart(written, [*timelines, *(name for name in (profile, hw) if name)])
-    cost = _cost(profile, hw)
+    if allow_mismatch and profile is None:
+        raise InvalidInput("--allow-mismatch is of a profile, and there is no --profile: drop it")
+    cost = _cost(profile, hw, allow_mismatch)
     if len(timelines) > 2:
         raise InvalidInput(f"two timelines are compared, and {len(timelines)} files are given")
     *before, real = timelines
@@ -97,7 +108,12 @@ def compare(
     predicted = _load(before[0]) if cost is None else cost
     measured = _load(real)
     warn(other_dtypes(cost, [measured.graph.model]))
-    result = mg.compare(predicted, measured)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        result = mg.compare(predicted, measured)
+    warn(str(one.message) for one in said)
+    if cost is not None and not result.measured_on:
+        warn([f"{real} does not say which machine it was measured on: see that it is the same"])
     if as_json:
         print_json(result.to_dict())
     else:
@@ -125,14 +141,12 @@ def _load(path: Path) -> mg.Timeline:
         raise InvalidInput(f"{path}: {error}") from error
 
 
-def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:
+def _cost(profile: str | None, hw: str | None, allow_mismatch: bool) -> mg.CostModel | None:
     if profile is not None and hw is not None:
         raise InvalidInput("--profile and --hw both say what to predict from: drop one")
     if profile is not None:
-        with naming("--profile"):
-            require_profile(profile)
-            # Who names a table for a run that may be of any machine means it.
-            return mg.CostModel.from_profile(profile, allow_mismatch=True)
+        # It is the run's machine that it must be of, not this one.
+        return profile_of(profile, None, allow_mismatch=allow_mismatch)[1]
     return None if hw is None else mg.CostModel.roofline(machine(hw))
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moegen.comparison import means, words
+from moegen.comparison.differ import differences
 from moegen.comparison.pairs import Pairs
 from moegen.comparison.split import Split
 from moegen.errors import InvalidInput
 from moegen.graph.task import TaskId
 from moegen.sim.cost import CostModel
-from moegen.sim.rerun import rerun
+from moegen.sim.rerun import measured_run, rerun
+from moegen.sim.same_machine import check_machine
 from moegen.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -78,6 +80,19 @@ class Comparison:
     def error_s(self) -> float:
         """Seconds by which the predicted period is longer than the measured one."""
         return self.predicted_period_s - self.measured_period_s
+
+    @property
+    def predicted_from(self) -> str:
+        """What the prediction rests on: whose rates, or whose profile and when it was measured.
+
+        Empty where the predicted timeline does not say.
+        """
+        return words.predicted_from(self.predicted)
+
+    @property
+    def measured_on(self) -> str:
+        """GPU and CPU that were measured, and when; empty where the timeline does not say."""
+        return words.measured_on(self.measured)
 
     @cached_property
     def _split(self) -> Split:
@@ -205,34 +220,46 @@ def compare(predicted: Timeline | CostModel, measured: Timeline) -> Comparison:
         measured one; sizes and the number of steps need not be, but what they change is counted
         as an error of the prediction.
     measured : Timeline
-        Usually measured; two simulated ones can be compared too.
+        Of a run: one that was simulated is refused.
+
+    Warns
+    -----
+    UserWarning
+        If both say which machine they are of, and it is not the same.
 
     Raises
     ------
     InvalidInput
-        If the graphs differ in structure, a timeline is empty or lacks tasks of a step, or the
-        two are swapped.
+        If the graphs differ in structure, a timeline is empty or lacks tasks of a step, the two
+        are swapped, or one is not what it stands for: the predicted one was measured, the
+        measured one simulated. If the cost model is a profile of another machine than the run's,
+        taken without ``allow_mismatch``.
     GraphError
         If a CostModel is given and the measured graph has no sizes to simulate.
     """
     if isinstance(measured, CostModel):
         raise InvalidInput("the second is a cost model: give it first, and the measured run second")
-    if not isinstance(measured, Timeline):
-        raise InvalidInput(f"measured must be a Timeline, got {measured!r}")
-    if not len(measured):
-        raise InvalidInput("the measured timeline has no tasks: there is nothing to compare")
+    if not isinstance(predicted, Timeline | CostModel):
+        raise InvalidInput(f"predicted must be a Timeline or a CostModel, got {predicted!r}")
+    if isinstance(predicted, Timeline) and predicted.source == "measured":
+        if isinstance(measured, Timeline) and measured.source == "simulated":
+            raise InvalidInput("the first timeline is the measured one: give the predicted first")
+        raise InvalidInput(
+            "the predicted timeline was measured: give one that mg.simulate or moegen simulate "
+            "made, or a CostModel (--profile or --hw)"
+        )
+    measured = measured_run(measured)
+    check_machine(predicted, measured)
     if isinstance(predicted, CostModel):
         predicted = rerun(measured.graph, measured.shapes, len(measured.steps), predicted)
-    if not isinstance(predicted, Timeline):
-        raise InvalidInput(f"predicted must be a Timeline or a CostModel, got {predicted!r}")
-    if (predicted.source, measured.source) == ("measured", "simulated"):
-        raise InvalidInput("the first timeline is the measured one: give the predicted one first")
     if not len(predicted):
         raise InvalidInput("the predicted timeline has no tasks: there is nothing to compare")
     if predicted.graph.structure_hash != measured.graph.structure_hash:
         raise InvalidInput(
-            f"the timelines are of different graphs: predicted {predicted.graph!r}, measured "
-            f"{measured.graph!r}. Simulate the graph that was measured: measured.graph"
+            f"the timelines are of different graphs: "
+            f"{differences(predicted.graph, measured.graph)}. Predict the run as it was: give a "
+            f"CostModel (--profile or --hw) in place of the predicted timeline, or simulate "
+            f"measured.graph"
         )
     pairs = Pairs(predicted, measured)
     return Comparison(

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moegen.sim.same_machine import parts_of
+from moegen.timeline import Timeline
 from moegen.units import format_seconds
 
 if TYPE_CHECKING:
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 
 # Ops that have less to do with the error than this share of the period are not named.
 _LEAST = 5e-4
+_USED = "Work of a step, the time in which any of it is done, its error, and the rates in that time"
+_RATES = ("predicted rate", "measured rate")
 
 
 def as_text(c: Comparison) -> str:
@@ -28,12 +32,40 @@ def as_text(c: Comparison) -> str:
     table.append(("period", "", "", *_period(c)))
     lines = [f"{c.name}, time of a step", *_columns(table, left=2)]
     if len(c.by_resource):
-        used = [("resource", "a step", "predicted", "measured", "error")]
+        used = [("resource", "a step", "predicted", "measured", "error", *_RATES)]
         used += [_use(row) for row in rows(c.by_resource)]
-        lines += ["", "Work of a step, and its rate while there is any", *_columns(used, left=1)]
+        lines += ["", _USED, *_columns(used, left=1)]
     if c.predicted.cost is not None:
         lines += ["", why(c)]
+    if c.predicted_from or c.measured_on:
+        lines += ["", *said_of(c)]
     return "\n".join(lines)
+
+
+def said_of(c: Comparison) -> list[str]:
+    """What the prediction rests on, and what was measured where."""
+    from moegen.plot.labels import provenance_caption
+
+    lines = []
+    if c.predicted_from:
+        lines.append(f"Predicted from {c.predicted_from}")
+        caption = provenance_caption(c.predicted.provenance_shares())
+        lines += [f"  {caption}"] if caption else []
+    return [*lines, f"Measured on {c.measured_on or 'a machine that the timeline does not name'}"]
+
+
+def predicted_from(predicted: Timeline) -> str:
+    """What a simulated run rests on, and of which machine; empty if of none."""
+    rests_on = predicted.meta.get("rests_on")
+    machine = "; ".join(parts_of(predicted).values())
+    return f"{rests_on} ({machine})" if isinstance(rests_on, str) and machine else ""
+
+
+def measured_on(measured: Timeline) -> str:
+    """The machine that a run was on, and when; empty if it does not say."""
+    date = measured.meta.get("date")
+    said = ["; ".join(parts_of(measured).values()), date if isinstance(date, str) else ""]
+    return ", ".join(text for text in said if text) if said[0] else ""
 
 
 def in_short(c: Comparison) -> str:
@@ -58,6 +90,8 @@ def as_html(c: Comparison) -> str:
     tables = "".join(_shown(frame).to_html() for frame in (c.by_op, c.by_lane))
     if c.predicted.cost is not None:
         tables += f"<pre>{html.escape(why(c))}</pre>"
+    if c.predicted_from or c.measured_on:
+        tables += "".join(f"<div>{html.escape(line)}</div>" for line in said_of(c))
     return f"<div>{html.escape(in_short(c))}{tables}</div>"
 
 
@@ -68,6 +102,9 @@ def as_dict(c: Comparison) -> dict[str, Any]:
         "name": c.name,
         "predicted_steps": c.steps[0],
         "measured_steps": c.steps[1],
+        "predicted_from": c.predicted_from or None,
+        "measured_on": c.measured_on or None,
+        "provenance": c.predicted.provenance_shares(),
         "predicted_period_s": c.predicted_period_s,
         "measured_period_s": c.measured_period_s,
         "error": _json(c.error),
@@ -101,11 +138,11 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _use(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row of resources: work and rates in units of a thousand million."""
+    """A row of resources: work and rates in units of a thousand million; both times, as of ops."""
     unit = row["unit"]
     rates = [row["predicted_per_s"], row["measured_per_s"]]
     shown = ["-" if rate is None else f"{rate / 1e9:.4g} G{unit}/s" for rate in rates]
-    return (row["resource"], f"{row['work'] / 1e9:.4g} G{unit}", *shown, _cells(row)[2])
+    return (row["resource"], f"{row['work'] / 1e9:.4g} G{unit}", *_cells(row), *shown)
 
 
 def _columns(table: Sequence[Sequence[str]], left: int) -> Iterable[str]:

@@ -204,7 +204,7 @@ class Generation:
     ) -> None:
         """Run ``graph`` until ``rows`` has no more; give each step's tokens to its rows."""
         began = time.perf_counter()
-        recorder = Recorder(graph, self.keep_steps, self.machinery.device.type)
+        recorder = Recorder(graph, self.keep_steps, self.machinery.device)
         before: tuple[Step, Sequence[SequenceState]] | None = None
 
         # The program is an argument, not a part of the closure that it holds: its buffers go

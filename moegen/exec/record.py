@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 from collections import deque
 from typing import TYPE_CHECKING
 
+import torch
+
 from moegen.exec.issue import Times
 from moegen.exec.step import Step
+from moegen.graph.detect import cpu_name
+from moegen.graph.hardware import CPU_LANES
 from moegen.graph.task import TaskGraph, TaskId
 
 if TYPE_CHECKING:
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
 class Recorder:
     """Keeps the times of the last ``keep`` steps of a run, so that long runs do not grow."""
 
-    def __init__(self, graph: TaskGraph, keep: int, device: str) -> None:
+    def __init__(self, graph: TaskGraph, keep: int, device: torch.device) -> None:
         self.graph, self.device = graph, device
         self._times: deque[tuple[int, list[Times]]] = deque(maxlen=keep)
         self._delayed_s: deque[tuple[int, dict[str, float]]] = deque(maxlen=keep)
@@ -40,6 +45,9 @@ class Recorder:
     def timeline(self) -> Timeline:
         """The kept steps, numbered from 0, the first task starting at 0.
 
+        ``meta`` says where and when: ``device``, ``machine``, by ``gpu_name`` and ``cpu_name``,
+        and ``date``; and ``shapes``, what each step worked on.
+
         ``meta["delayed_s"]`` is there if tasks were held back on their lanes: for how long those
         of each op were in each step, all of them together.
         """
@@ -59,7 +67,12 @@ class Recorder:
                 end.append(b)
                 tokens.append(float("nan") if work is None else work.tokens)
         origin = min(start, default=0.0)
-        meta = {"device": self.device, "shapes": [s.to_dict() for s in shapes]}
+        meta = {
+            "device": self.device.type,
+            "machine": _machine(self.device),
+            "date": datetime.date.today().isoformat(),
+            "shapes": [s.to_dict() for s in shapes],
+        }
         if self._delayed_s:
             of = dict(self._delayed_s)
             ops = dict.fromkeys(op for delayed in of.values() for op in delayed)
@@ -74,3 +87,9 @@ class Recorder:
             tokens_actual=tokens,
             meta=meta,
         )
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    on_gpu = device.type == "cuda"
+    gpu_name = torch.cuda.get_device_name(device) if on_gpu else CPU_LANES
+    return {"gpu_name": gpu_name, "cpu_name": cpu_name()}

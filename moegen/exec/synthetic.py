@@ -55,7 +55,7 @@ def run_synthetic(
     model = machinery.family.spec
     _require_same(g.model, model)
     steps = whole(steps, "steps", at_least=1)
-    recorder = Recorder(g, steps, machinery.device.type)
+    recorder = Recorder(g, steps, machinery.device)
     with MadeUp(g, machinery) as made:
 
         def source(_: Program, index: int) -> Step | None:

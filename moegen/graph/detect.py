@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,10 @@ def detect(root: str | Path = "/") -> HardwareSpec:
     """
     root = Path(root)
     host, host_source = total_bytes(root)
-    cpu_name = _cpu_name(root)
     n_cores = cores()
     values: dict[str, Any] = {
         "name": platform.node() or "this machine",
-        "cpu_name": f"{cpu_name}, {n_cores} cores",
+        "cpu_name": cpu_name(root),
         "host_memory_bytes": host,
         "gpu_efficiency": ((1, 0.004), (64, 0.1), (256, 0.45), (1024, 0.68), (4096, 0.74)),
         "launch_s": 1e-5,
@@ -154,14 +154,15 @@ def _first_visible(nvml: Any) -> Any:
     return None
 
 
-def _cpu_name(root: Path) -> str:
-    try:
-        for line in (root / "proc/cpuinfo").read_text().splitlines():
+def cpu_name(root: str | Path = "/") -> str:
+    """The CPU as its maker calls it, and the cores that this process may use."""
+    name = platform.processor() or platform.machine() or "unknown CPU"
+    with suppress(OSError):
+        for line in (Path(root) / "proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown CPU"
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{name}, {cores()} cores"
 
 
 def cores() -> int:

@@ -254,7 +254,7 @@ class ProfileTable:
         differ = [
             f"the {part} there is {getattr(self.machine, key)!r} and here {getattr(hw, key)!r}"
             for part, key in (("GPU", "gpu_name"), ("CPU", "cpu_name"))
-            if not _same_part(getattr(self.machine, key), getattr(hw, key))
+            if not same_part(getattr(self.machine, key), getattr(hw, key))
             # On CPU lanes it does not matter which GPU there is.
             and not (part == "GPU" and self.machine.gpu_name == CPU_LANES)
         ]
@@ -349,7 +349,8 @@ def _entries(
 _NO_NAMES = {"nvidia", "geforce", "amd", "intel", "r", "tm", "cpu", "processor", "cores", "core"}
 
 
-def _same_part(a: str, b: str) -> bool:
+def same_part(a: str, b: str) -> bool:
+    """Whether two names are of one GPU or CPU: the words of one are among those of the other."""
     words = [set(re.findall(r"[a-z0-9]+", name.lower())) - _NO_NAMES for name in (a, b)]
     less, more = sorted(words, key=len)
     return less <= more if less else a.lower() == b.lower()

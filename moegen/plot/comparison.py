@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from moegen.comparison import Comparison
 
-_TOTAL, _SLOWER, _FASTER = "#4d4d4d", "#cb181d", "#238b45"
+_TOTAL, _TOO_SLOW, _TOO_FAST = "#4d4d4d", "#cb181d", "#2171b5"
 _PREDICTED = "#bdbdbd"
 # Ops that have less to do with the error than this share of the step are drawn as one, and so
 # are those beyond the first few.
@@ -29,16 +29,17 @@ _WORDS = {
 
 class _Bar(NamedTuple):
     name: str
-    seconds: float  # measured less predicted
+    seconds: float  # of the error: predicted less measured
 
 
 def comparison(c: Comparison, axes: Sequence[Axes] | None = None) -> tuple[Axes, Axes]:
-    """From the predicted step to the measured one, part by part; beside it every op.
+    """From the measured step to the predicted one, part by part; beside it every op.
 
-    On the left a waterfall: bars add up from the predicted period to the measured one. Red ones
-    make the step longer than predicted, green ones shorter. The first are what single ops cost
-    more or less than predicted, as far as it changes the step. On the right what all tasks of an
-    op take in a step, predicted and measured, and the error of the prediction.
+    On the left a waterfall: the parts of the error add up from the measured period to the
+    predicted one, each with its sign, as in ``Comparison.parts``. Red ones were predicted too
+    slow, blue ones too fast. The first are of single ops, as far as they change the step
+    (``Comparison.task_cost``). On the right what all tasks of an op take in a step, predicted and
+    measured, and the error of the prediction.
 
     Parameters
     ----------
@@ -77,23 +78,23 @@ def comparison(c: Comparison, axes: Sequence[Axes] | None = None) -> tuple[Axes,
 def _waterfall(c: Comparison, ax: Axes) -> None:
     unit_s, unit = time_unit(max(c.predicted_period_s, c.measured_period_s))
     bars = _bars(c)
-    names = ["predicted", *(bar.name for bar in bars), "measured"]
-    levels = [c.predicted_period_s]
+    names = ["measured", *(bar.name for bar in bars), "predicted"]
+    levels = [c.measured_period_s]
     for bar in bars:
         levels.append(levels[-1] + bar.seconds)
     last = len(names) - 1
     # Differences are a few percent of the step: from 0 on they would be lines.
-    low, high = min(*levels, c.measured_period_s), max(*levels, c.measured_period_s)
+    low, high = min(*levels, c.predicted_period_s), max(*levels, c.predicted_period_s)
     room = max(high - low, 0.01 * high)
     bottom = max(0.0, low - 1.2 * room)
     if bottom < 0.25 * low:
         bottom = 0.0
-    for x, level in ((0, c.predicted_period_s), (last, c.measured_period_s)):
+    for x, level in ((0, c.measured_period_s), (last, c.predicted_period_s)):
         ax.bar(x, (level - bottom) / unit_s, 0.7, bottom / unit_s, color=_TOTAL)
         _note(ax, x, level / unit_s, format_seconds(level), bold=True)
     for x, bar in enumerate(bars, start=1):
         begin, end = levels[x - 1], levels[x]
-        colour = _SLOWER if bar.seconds > 0 else _FASTER
+        colour = _TOO_SLOW if bar.seconds > 0 else _TOO_FAST
         ax.bar(x, abs(bar.seconds) / unit_s, 0.7, min(begin, end) / unit_s, color=colour)
         share = bar.seconds / c.measured_period_s if c.measured_period_s > 0 else 0.0
         _note(ax, x, max(begin, end) / unit_s, f"{share:+.1%}".replace("-0.0%", "+0.0%"))
@@ -108,9 +109,7 @@ def _waterfall(c: Comparison, ax: Axes) -> None:
     ax.set_ylim(bottom / unit_s, (high + 0.25 * max(high - bottom, room)) / unit_s)
     cut = f", from {format_seconds(bottom)} on" if bottom else ""
     ax.set_ylabel(f"{unit} a step{cut}")
-    ax.set_xlabel(
-        "red: longer than predicted, green: shorter, % of the measured step", fontsize=8.5
-    )
+    ax.set_xlabel("error in % of the measured step: red too slow, blue too fast", fontsize=8.5)
     error = "" if c.error != c.error else f": the prediction is {_off(c.error)}"
     ax.set_title(f"{c.name}{error}", loc="left", fontsize=10)
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
@@ -137,17 +136,17 @@ def _off(error: float) -> str:
 
 
 def _bars(c: Comparison) -> list[_Bar]:
-    """What lies between the periods, from the predicted one on."""
+    """What lies between the periods, from the measured one on."""
     if c.predicted.cost is None:
-        return [_Bar("not split", -c.error_s)]
+        return [_Bar("not split", c.error_s)]
     cost: Any = c.task_cost
     named = cost[cost["share"].abs() >= _LEAST].head(_MOST)
-    bars = [_Bar(str(op), -float(s)) for op, s in named["seconds"].items()]
+    bars = [_Bar(str(op), float(s)) for op, s in named["seconds"].items()]
     parts: Any = c.parts["seconds"]
-    rest_s = -float(parts["task cost"]) - sum(bar.seconds for bar in bars)
+    rest_s = float(parts["task cost"]) - sum(bar.seconds for bar in bars)
     if not bars or abs(rest_s) >= _LEAST * c.measured_period_s:
         bars.append(_Bar("other ops" if bars else "all ops", rest_s))
-    return [*bars, *(_Bar(words, -float(parts[part])) for part, words in _WORDS.items())]
+    return [*bars, *(_Bar(words, float(parts[part])) for part, words in _WORDS.items())]
 
 
 def _long_ops(c: Comparison) -> Any:

@@ -9,8 +9,9 @@ import numpy as np
 
 from moegen.errors import InvalidInput
 from moegen.graph.task import Lane, Task
-from moegen.sim.cost import CostModel
+from moegen.sim.cost import CostModel, checked_cost
 from moegen.sim.rerun import measured_run, places, rerun
+from moegen.sim.same_machine import check_machine
 from moegen.sim.scaled import Scaled
 from moegen.timeline import Timeline
 
@@ -78,9 +79,11 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
     ------
     InvalidInput
         If the timeline was not measured, or an op takes no time by ``cost`` and some in the run:
-        no factor corrects that.
+        no factor corrects that. Or if ``cost`` is a profile of another machine, taken without
+        ``allow_mismatch``.
     """
     measured = measured_run(measured)
+    check_machine(checked_cost(cost), measured)
     of_run = measured.graph, measured.shapes, len(measured.steps)
     corrected = Corrected(cost, {})
     run = rerun(*of_run, corrected)

@@ -19,6 +19,7 @@ from moegen.sim.estimates import count_steps, estimates, estimates_of, in_steps
 from moegen.sim.fluid import Fluid
 from moegen.sim.issued import IssuedRun, issued
 from moegen.sim.recorded import Recorded
+from moegen.sim.same_machine import basis
 from moegen.timeline import Timeline, incoming
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def simulate(
         g, costs, kinds, seconds, cost if shared else None, cost.latencies if shared else None
     )
     meta: dict[str, Any] = {"cost": repr(cost), "shared": shared, "steps": max(steps, g.n_steps)}
+    meta |= basis(cost)
     if shapes is not None:
         meta["shapes"] = [shape.to_dict() for shape in shapes]
     return Timeline.of_steps(
