@@ -59,13 +59,6 @@ def compare(
             help="Write a trace of both here, to open in https://ui.perfetto.dev.",
         ),
     ] = None,
-    allow_mismatch: Annotated[
-        bool,
-        typer.Option(
-            "--allow-mismatch",
-            help="Take the profile even if it is of another machine than the run.",
-        ),
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Say how wrong a prediction was: by operation, by lane, by resource, and why.
@@ -76,7 +69,7 @@ def compare(
 
     moegen run and bench save what they measured with --timeline, moegen simulate what it
     predicted. With --profile or --hw in the place of SIM each measured step is predicted on what
-    it really worked on. A profile of another machine than the run's is refused.
+    it really worked on. Another machine's than the run's is warned about.
 
     Examples::
 
@@ -87,9 +80,7 @@ def compare(
     for flag, path in written.items():
         require_writable(flag, path)
     require_apart(written, [*timelines, *(name for name in (profile, hw) if name)])
-    if allow_mismatch and profile is None:
-        raise InvalidInput("--allow-mismatch is of a profile, and there is no --profile: drop it")
-    cost = _cost(profile, hw, allow_mismatch)
+    cost = _cost(profile, hw)
     if len(timelines) > 2:
         raise InvalidInput(f"two timelines are compared, and {len(timelines)} files are given")
     *before, real = timelines
@@ -141,12 +132,12 @@ def _load(path: Path) -> mg.Timeline:
         raise InvalidInput(f"{path}: {error}") from error
 
 
-def _cost(profile: str | None, hw: str | None, allow_mismatch: bool) -> mg.CostModel | None:
+def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:
     if profile is not None and hw is not None:
         raise InvalidInput("--profile and --hw both say what to predict from: drop one")
     if profile is not None:
-        # It is the run's machine that it must be of, not this one.
-        return profile_of(profile, None, allow_mismatch=allow_mismatch)[1]
+        # It is the run's machine that it should be of, not this one.
+        return profile_of(profile, None)[1]
     return None if hw is None else mg.CostModel.roofline(machine(hw))
 
 

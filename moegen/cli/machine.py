@@ -48,9 +48,7 @@ class MachineFlags:
         return measured(self.profile, hw)
 
 
-def measured(
-    profile: str, hw: mg.HardwareSpec | None, *, allow_mismatch: bool = False
-) -> tuple[mg.HardwareSpec, mg.CostModel]:
+def measured(profile: str, hw: mg.HardwareSpec | None) -> tuple[mg.HardwareSpec, mg.CostModel]:
     """What a profile says of a machine, its own unless one is given."""
     with naming("--profile"):
         require_profile(profile)
@@ -58,7 +56,7 @@ def measured(
             table = ProfileTable.from_name(profile) if profile in profiles() else None
             hw = (table or ProfileTable.load(profile)).machine
         try:
-            return hw, mg.CostModel.from_profile(profile, hw=hw, allow_mismatch=allow_mismatch)
+            return hw, mg.CostModel.from_profile(profile, hw=hw)
         except InvalidInput as error:
             raise InvalidInput(_with_flags(str(error))) from error
 

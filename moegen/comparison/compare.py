@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ from moegen.comparison.split import Split
 from moegen.errors import InvalidInput
 from moegen.graph.task import TaskId
 from moegen.sim.cost import CostModel
-from moegen.sim.rerun import measured_run, rerun
+from moegen.sim.rerun import rerun
 from moegen.sim.same_machine import check_machine
 from moegen.timeline import Timeline
 
@@ -220,20 +221,19 @@ def compare(predicted: Timeline | CostModel, measured: Timeline) -> Comparison:
         measured one; sizes and the number of steps need not be, but what they change is counted
         as an error of the prediction.
     measured : Timeline
-        Of a run: one that was simulated is refused.
+        Of a run.
 
     Warns
     -----
     UserWarning
-        If both say which machine they are of, and it is not the same.
+        If both say which machine they are of, and it is not the same; if both are predictions, or
+        both are runs: what is called predicted and measured is then something else.
 
     Raises
     ------
     InvalidInput
-        If the graphs differ in structure, a timeline is empty or lacks tasks of a step, the two
-        are swapped, or one is not what it stands for: the predicted one was measured, the
-        measured one simulated. If the cost model is a profile of another machine than the run's,
-        taken without ``allow_mismatch``.
+        If the graphs differ in structure, a timeline is empty or lacks tasks of a step, or the two
+        are swapped.
     GraphError
         If a CostModel is given and the measured graph has no sizes to simulate.
     """
@@ -241,14 +241,11 @@ def compare(predicted: Timeline | CostModel, measured: Timeline) -> Comparison:
         raise InvalidInput("the second is a cost model: give it first, and the measured run second")
     if not isinstance(predicted, Timeline | CostModel):
         raise InvalidInput(f"predicted must be a Timeline or a CostModel, got {predicted!r}")
-    if isinstance(predicted, Timeline) and predicted.source == "measured":
-        if isinstance(measured, Timeline) and measured.source == "simulated":
-            raise InvalidInput("the first timeline is the measured one: give the predicted first")
-        raise InvalidInput(
-            "the predicted timeline was measured: give one that mg.simulate or moegen simulate "
-            "made, or a CostModel (--profile or --hw)"
-        )
-    measured = measured_run(measured)
+    if not isinstance(measured, Timeline):
+        raise InvalidInput(f"measured must be a Timeline, got {measured!r}")
+    if not len(measured):
+        raise InvalidInput("the measured timeline has no tasks: there is nothing to compare")
+    _check_what_they_are(predicted, measured)
     check_machine(predicted, measured)
     if isinstance(predicted, CostModel):
         predicted = rerun(measured.graph, measured.shapes, len(measured.steps), predicted)
@@ -274,3 +271,21 @@ def compare(predicted: Timeline | CostModel, measured: Timeline) -> Comparison:
         steps=(len(predicted.counted_steps), len(measured.counted_steps)),
         _pairs=pairs,
     )
+
+
+def _check_what_they_are(predicted: Timeline | CostModel, measured: Timeline) -> None:
+    run = isinstance(predicted, Timeline) and predicted.source == "measured"
+    if run and measured.source == "simulated":
+        raise InvalidInput("the first timeline is the measured one: give the predicted one first")
+    if run:
+        warnings.warn(
+            "the predicted timeline was measured: two runs are compared, and called predicted and "
+            "measured",
+            stacklevel=3,
+        )
+    elif measured.source == "simulated":
+        warnings.warn(
+            "the measured timeline was simulated: two predictions are compared, and called "
+            "predicted and measured",
+            stacklevel=3,
+        )

@@ -79,8 +79,7 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
     ------
     InvalidInput
         If the timeline was not measured, or an op takes no time by ``cost`` and some in the run:
-        no factor corrects that. Or if ``cost`` is a profile of another machine, taken without
-        ``allow_mismatch``.
+        no factor corrects that.
     """
     measured = measured_run(measured)
     check_machine(checked_cost(cost), measured)

@@ -185,8 +185,7 @@ class CostModel(ABC):
         Raises
         ------
         InvalidInput
-            If the timeline was not measured, or an op of it cannot be corrected; or if the cost
-            model is a profile of another machine, taken without ``allow_mismatch``.
+            If the timeline was not measured, or an op of it cannot be corrected.
         """
         from moegen.sim.corrected import correct
 
@@ -235,8 +234,7 @@ class CostModel(ABC):
             Versions asked about, by package. By default those installed here if the machine is
             this one, else none.
         allow_mismatch : bool
-            Take the table even if it was measured on another machine or with other versions, and
-            let it predict runs of other machines (:func:`moegen.compare`, :func:`moegen.what_if`).
+            Take the table even if it was measured on another machine or with other versions.
 
         Raises
         ------
@@ -246,7 +244,7 @@ class CostModel(ABC):
         """
         from moegen.sim.measured import Measured, read_table
 
-        return Measured(read_table(path, hw, versions, allow_mismatch), allow_mismatch)
+        return Measured(read_table(path, hw, versions, allow_mismatch))
 
     @staticmethod
     def fixed(

@@ -55,13 +55,11 @@ class Measured(Roofline):
     ----------
     table : ProfileTable
         Measurements, with the machine that they are of.
-    any_machine : bool
-        Whether it may be held against runs of other machines too.
     """
 
-    def __init__(self, table: ProfileTable, any_machine: bool = False) -> None:
+    def __init__(self, table: ProfileTable) -> None:
         super().__init__(table.machine)
-        self.table, self.any_machine = table, any_machine
+        self.table = table
         if table.company:
             full = self._full | {"host_memory": float(self.hw.cpu_attn_bytes_per_s)}
             self._capacities = InCompany(full, table.company)
@@ -77,14 +75,13 @@ class Measured(Roofline):
     def __repr__(self) -> str:
         return f"CostModel.from_profile({self.hw.name}, measured {self.table.date})"
 
-    def __reduce__(self) -> tuple[type[Measured], tuple[ProfileTable, bool]]:
-        return Measured, (self.table, self.any_machine)  # a sweep's processes read the curves anew
+    def __reduce__(self) -> tuple[type[Measured], tuple[ProfileTable]]:
+        return Measured, (self.table,)  # a sweep's processes read the curves anew
 
     def physical(self) -> CostModel:
         if self.hw.task_s is None:
             return self
-        table = replace(self.table, machine=replace(self.hw, task_s=None))
-        return Measured(table, self.any_machine)
+        return Measured(replace(self.table, machine=replace(self.hw, task_s=None)))
 
     def domain(self) -> pd.DataFrame:
         import pandas as pd

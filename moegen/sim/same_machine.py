@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from moegen.errors import InvalidInput
 from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.profile_table import ProfileTable, same_part
 from moegen.sim.cost import CostModel
@@ -46,10 +45,9 @@ def parts_of(timeline: Timeline) -> dict[str, str]:
 
 
 def check_machine(predicted: CostModel | Timeline, measured: Timeline) -> None:
-    """Refuse a profile of another machine than a run's, and warn of another machine's rates.
+    """Warn if a prediction rests on another machine than a run's.
 
-    Nothing is said where one of the two does not name its machine, nor of a profile that was
-    taken with ``allow_mismatch=True``.
+    Nothing is said where one of the two does not name its machine.
 
     Parameters
     ----------
@@ -58,32 +56,26 @@ def check_machine(predicted: CostModel | Timeline, measured: Timeline) -> None:
     measured : Timeline
         The run.
 
-    Raises
-    ------
-    InvalidInput
-        If ``predicted`` is a cost model that rests on another machine's profile.
+    Warns
+    -----
+    UserWarning
     """
     if isinstance(predicted, Timeline):
-        origin, theirs = None, parts_of(predicted)
+        theirs = parts_of(predicted)
     else:
-        origin = _origin(predicted)
-        theirs = basis(origin).get("machine", {})
+        theirs = basis(predicted).get("machine", {})
     mine = parts_of(measured)
     differ = [
         f"the {part} there is {theirs[key]!r} and the run's is {mine[key]!r}"
         for part, key in _PARTS
         if key in theirs and key in mine and not same_part(theirs[key], mine[key])
     ]
-    if not differ or getattr(origin, "any_machine", False):
-        return
-    how = "; ".join(differ)
-    if isinstance(getattr(origin, "table", None), ProfileTable):
-        raise InvalidInput(
-            f"the profile is of another machine than the run: {how}. Measure the run's machine "
-            f"with moegen profile, or take the profile with allow_mismatch=True "
-            f"(--allow-mismatch) to use it all the same"
+    if differ:
+        warnings.warn(
+            f"the prediction is of another machine than the run: {'; '.join(differ)}. For this "
+            f"one's, measure it: moegen profile",
+            stacklevel=3,
         )
-    warnings.warn(f"the prediction is of another machine than the run: {how}", stacklevel=3)
 
 
 def _origin(cost: CostModel) -> CostModel:
