@@ -142,3 +142,15 @@ def test_a_measured_cost_goes_to_other_processes():
     cost = mg.CostModel.from_profile("h200")
     again = pickle.loads(pickle.dumps(cost))
     assert again.table == cost.table and predicted_s(again) == predicted_s(cost)
+
+
+def test_a_few_layers_are_simulated_as_bench_runs_them(capsys):
+    few = "simulate mixtral-8x7b --profile h200 --B 1024 --b-a 64 --omega 0.7"
+    code, out, _ = run(capsys, f"{few} --layers 4 --json")
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=4)
+    s = mg.Strategy(B=1024, b_a=64, b_e=8192, omega=0.7)
+    g = mg.build(model, s, kv_len=(2 * 512 + 256) // 2)
+    expected = mg.simulate(g, mg.CostModel.from_profile("h200"), steps=4).period_s
+    assert code == 0 and json.loads(out)["period_s"] == pytest.approx(expected)
+    code, _, err = run(capsys, f"{few} --layers 40")
+    assert code == 2 and "--layers: " in err and "32" in err

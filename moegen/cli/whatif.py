@@ -10,7 +10,16 @@ import typer
 import moegen as mg
 from moegen.cli import words
 from moegen.cli.console import print_json, warn
-from moegen.cli.flags import HERE, Hw, Json, Model, machine, require_apart, require_writable
+from moegen.cli.flags import (
+    HERE,
+    Hw,
+    Json,
+    Model,
+    machine,
+    naming,
+    require_apart,
+    require_writable,
+)
 from moegen.cli.groups import StrategyFlags, WorkloadFlags, grouped
 from moegen.cli.machine import MachineFlags, other_dtypes
 from moegen.errors import InvalidInput
@@ -159,6 +168,10 @@ def simulate(
     flags: StrategyFlags,
     work: WorkloadFlags,
     on: MachineFlags,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, metavar="N", help="Only the model's first so many."),
+    ] = None,
     steps: Annotated[
         int, typer.Option("--steps", min=1, metavar="N", help="How many decode steps to simulate.")
     ] = 4,
@@ -191,7 +204,7 @@ def simulate(
 
         moegen simulate mixtral-8x7b --hw c2 --B 3640 --b-a 256 --omega 0.6
         moegen simulate mixtral-8x7b --hw c2 --B 512 --b-a 64 --trace trace.json
-        moegen simulate mixtral-8x7b --profile h200 --B 512 --b-a 64
+        moegen simulate mixtral-8x7b --profile h200 --layers 4 --B 1024 --b-a 64 --omega 0.7
     """
     from moegen.plot.labels import provenance_caption
     from moegen.sim.bounds import bound
@@ -200,6 +213,9 @@ def simulate(
     require_writable("--timeline", timeline)
     require_apart({"--trace": trace, "--timeline": timeline}, [on.profile] if on.profile else [])
     spec, s, rows = _point(flags, work, model)
+    if layers is not None:
+        with naming("--layers"):
+            spec = spec.with_(n_layers=layers)
     hardware, cost = on.read()
     warn(other_dtypes(cost, [spec]))
     mg.memory(spec, hardware, s, rows).require()
