@@ -140,19 +140,17 @@ def causal(
     step_s = simulate(g, checked_cost(cost), 3).period_s  # refused before anything is run
     delays = {op: delay_of(op, delay_s, n, 0.0) for op, (_, n) in of.items()}
     if not isinstance(delay_s, Real):
-        short = engine.execute(g, 2 * steps + _BEHIND)
-        step_s, added_s = (
-            settled(np.diff(short.step_end_s)[1:-1]),
-            _measurable_s(short, steps, share),
-        )
+        each_s = np.diff(engine.execute(g, 2 * steps + _BEHIND).step_end_s)[1:-1]
+        step_s = settled(each_s)
+        added_s = _measurable_s(each_s, step_s, steps, share)
         delays = {op: delay_of(op, delay_s, n, added_s) for op, (_, n) in of.items()}
     stretches = _stretches(list(of), rounds)
     plan = _Plan([(op, level * delays[op]) for op, level in stretches], steps)
-    added_s = sum(steps * seconds * of[op][1] for op, seconds in plan.stretches)
+    held_s = sum(steps * seconds * of[op][1] for op, seconds in plan.stretches)
     on_progress(
         f"running {plan.n_steps} steps: {len(of)} ops, {len(LEVELS)} delays, {rounds} rounds of "
         f"{steps}; {format_seconds(plan.n_steps * step_s)} without delays, "
-        f"{format_seconds(plan.n_steps * step_s + added_s)} at most with them"
+        f"{format_seconds(plan.n_steps * step_s + held_s)} at most with them"
     )
     timeline = engine.execute(g, plan.n_steps, delays=plan)
     on_progress("simulating the same delays")
@@ -172,10 +170,8 @@ def causal(
     return pd.DataFrame(rows, columns=[*columns, "binds", "agrees", "error"])
 
 
-def _measurable_s(run: Timeline, steps: int, share: float) -> float:
-    """Seconds that delays have to add to a step so that one can tell."""
-    each_s = np.diff(run.step_end_s)[1:-1]
-    step_s = settled(each_s)
+def _measurable_s(each_s: np.ndarray, step_s: float, steps: int, share: float) -> float:
+    """Seconds that delays have to add to a step so that one can tell, by what steps took."""
     # For normal noise, 1.48 times the median distance is the standard deviation.
     scatter_s = 1.4826 * float(np.median(np.abs(each_s - np.median(each_s))))
     stretch_s = scatter_s / np.sqrt(steps - _BEFORE - _BEHIND)

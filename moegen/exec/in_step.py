@@ -36,12 +36,14 @@ class InStep:
 
     def __init__(self, g: TaskGraph, times: Iterable[Times]) -> None:
         self._ran: dict[TaskId, list[Times]] = defaultdict(list)
-        self._busy: dict[Lane, list[tuple[float, float]]] = defaultdict(list)  # from, until
+        busy: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in _DISTURBS}
         for t in times:
             task = t.task._replace(step=0)
             self._ran[task].append(t)
-            if t.end_s > t.start_s:
-                self._busy[g[task].lane].append((t.start_s, t.end_s))
+            if t.end_s > t.start_s and g[task].lane in _DISTURBS:
+                busy[g[task].lane].append((t.start_s, t.end_s))
+        # From when and until when, shape [2, tasks].
+        self._busy = {lane: np.array(spans).reshape(-1, 2).T for lane, spans in busy.items()}
 
     def spans(self, tasks: Sequence[Task]) -> tuple[list[float], list[float]]:
         """Seconds of each time that tasks of one kind ran as nothing but their work has it: alone,
@@ -83,12 +85,12 @@ class InStep:
 
     def _beside(self, t: Times, lanes: Collection[Lane]) -> float:
         """For what part of a task these lanes were at work; two at once count twice."""
-        busy = [x for lane in lanes for x in self._busy[lane]]
-        if not busy:
-            return 0.0
-        start, end = np.array(busy).T
-        beside = np.minimum(end, t.end_s) - np.maximum(start, t.start_s)
-        return float(beside.clip(min=0).sum() / (t.end_s - t.start_s))
+        beside_s = 0.0
+        for lane in lanes:
+            start, end = self._busy[lane]
+            both = np.minimum(end, t.end_s) - np.maximum(start, t.start_s)
+            beside_s += float(both.clip(min=0).sum())
+        return beside_s / (t.end_s - t.start_s)
 
 
 def _seconds(times: Sequence[Times]) -> list[float]:

@@ -463,10 +463,14 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def gpu_name(device: torch.device) -> str:
+    """Name of a GPU."""
+    return torch.cuda.get_device_properties(device).name
+
+
 def gpu_identity(device: torch.device) -> str:
     """Name and UUID of a GPU."""
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name} {properties.uuid}"
+    return f"{gpu_name(device)} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def give_back_gpu_memory(device: torch.device) -> None:

@@ -165,18 +165,14 @@ class OpBench:
         return timed(tasks[0], *ways, **self._host_s(tasks), crowded_s=crowded_s)
 
     def _alone(self, tasks: Sequence[Task], span_s: float) -> list[float]:
-        lane, between, beside = tasks[0].lane, None, []
-        if lane is Lane.CPU:
-            between = _idle
-        elif self.graph.phase == "decode" and lane is not Lane.BULK:
-            if tasks[0].id.op != "fetch_kv":
-                beside = self._weights
+        lane, in_decode = tasks[0].lane, self.graph.phase == "decode"
+        alone = lane is Lane.BULK or lane is Lane.CPU or tasks[0].id.op == "fetch_kv"
         return self.bench.spans(
             lane,
             self.work(tasks),
             span_s=10 * span_s if lane is Lane.BULK else span_s,
-            between=between,
-            beside=beside,
+            between=_idle if lane is Lane.CPU else None,
+            beside=self._weights if in_decode and not alone else [],
             queued=True,
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moegen.exec.issue import Times
+from moegen.exec.lanes import gpu_name
 from moegen.exec.step import Step
 from moegen.graph.detect import cpu_name
 from moegen.graph.hardware import CPU_LANES
@@ -90,6 +91,5 @@ class Recorder:
 
 
 def _machine(device: torch.device) -> dict[str, str]:
-    on_gpu = device.type == "cuda"
-    gpu_name = torch.cuda.get_device_name(device) if on_gpu else CPU_LANES
-    return {"gpu_name": gpu_name, "cpu_name": cpu_name()}
+    gpu = gpu_name(device) if device.type == "cuda" else CPU_LANES
+    return {"gpu_name": gpu, "cpu_name": cpu_name()}

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from moegen.errors import GraphError
 from moegen.graph.curve import Curve
@@ -130,18 +130,40 @@ class Measured(Roofline):
             work = replace(work, calls=1)
         try:
             line = _nearest(lines, work)
-            seconds, provenance, edge = line.at(work)
+            read = line.at(work)
         except ZeroDivisionError:
             raise GraphError(_nothing_of(task.op, work)) from None
+        seconds, provenance = read.seconds, read.provenance
         if line.of_one:
             seconds *= work.launches
-        if edge is not None:
-            seconds *= self._physics(lane, work) / self._physics(lane, edge)
+        if read.edge is not None:
+            seconds *= self._physics(lane, work) / self._physics(lane, read.edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return Alone(
-            seconds + further_s, provenance, line.issue_s(work), line.turn_s(work), line.keeps(work)
-        )
+        return Alone(seconds + further_s, provenance, read.issue_s, read.turn_s, read.keeps)
+
+
+class _Reading(NamedTuple):
+    """What a curve says of some work.
+
+    Attributes
+    ----------
+    seconds : float
+    provenance : Provenance
+    edge : Work or None
+        The work nearest to it that is within the grid, None if it is itself.
+    issue_s, turn_s : float
+        What the issuing thread takes for all that the work launches, and before that.
+    keeps : dict of str to float
+        The share of its speed that it keeps beside zero-copy kernels in full use.
+    """
+
+    seconds: float
+    provenance: Provenance
+    edge: Work | None
+    issue_s: float
+    turn_s: float
+    keeps: dict[str, float]
 
 
 class _Line:
@@ -156,28 +178,6 @@ class _Line:
         self._issue_s, self._turn_s, self._more_s = curve.issue_s, curve.turn_s, curve.more_s
         self._crowded = curve.crowded
 
-    def issue_s(self, work: Work) -> float:
-        """What the issuing thread takes for all that ``work`` launches."""
-        if self._issue_s is None:
-            return 0.0
-        of = min(max(work.launches, self._launches[0]), self._launches[-1])
-        seconds = _read(self._issue_s, self._places(work)[0], 0)
-        if self._more_s is None:
-            return seconds * work.launches / of
-        return seconds + (work.launches - of) * self._more_s
-
-    def turn_s(self, work: Work) -> float:
-        """What it takes before it hands ``work`` over."""
-        return 0.0 if self._turn_s is None else _read(self._turn_s, self._places(work)[0], 0)
-
-    def keeps(self, work: Work) -> dict[str, float]:
-        """The share of its speed that ``work`` keeps beside zero-copy kernels in full use."""
-        if self._crowded is None:
-            return {}
-        places = self._places(work)[0]
-        share = _read(self._seconds, places, 0) / _read(self._crowded, places, 0)
-        return {"zero_copy": share} if share < 1 else {}
-
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""
         far = 0.0
@@ -189,16 +189,28 @@ class _Line:
                 far += math.log(value / values[-1])
         return far
 
-    def at(self, work: Work) -> tuple[float, Provenance, Work | None]:
-        """Seconds at ``work``, their provenance, and where the grid ends.
-
-        The last is the work nearest to ``work`` that is within the grid, None if it is itself.
-        """
+    def at(self, work: Work) -> _Reading:
+        """All that there is at ``work``, or where the grid ends before it."""
         places, edge, exact = self._places(work)
         seconds = _read(self._seconds, places, 0)
+        provenance = Provenance.MEASURED if exact else Provenance.INTERPOLATED
         if edge is not None:
-            return seconds, Provenance.EXTRAPOLATED, edge
-        return seconds, Provenance.MEASURED if exact else Provenance.INTERPOLATED, None
+            provenance = Provenance.EXTRAPOLATED
+        turn_s = 0.0 if self._turn_s is None else _read(self._turn_s, places, 0)
+        keeps = {}
+        if self._crowded is not None:
+            share = seconds / _read(self._crowded, places, 0)
+            keeps = {"zero_copy": share} if share < 1 else {}
+        return _Reading(seconds, provenance, edge, self._issued_s(work, places), turn_s, keeps)
+
+    def _issued_s(self, work: Work, places: Sequence[tuple[int, float]]) -> float:
+        if self._issue_s is None:
+            return 0.0
+        of = min(max(work.launches, self._launches[0]), self._launches[-1])
+        seconds = _read(self._issue_s, places, 0)
+        if self._more_s is None:
+            return seconds * work.launches / of
+        return seconds + (work.launches - of) * self._more_s
 
     def spread(self, work: Work) -> float:
         """The relative standard deviation at ``work``, or where the grid ends before it."""

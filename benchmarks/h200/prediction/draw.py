@@ -37,11 +37,7 @@ def predicted_and_measured(
     -------
     tuple of matplotlib.axes.Axes
     """
-    import matplotlib.pyplot as plt
-
-    if axes is None:
-        _, axes = plt.subplots(1, 2, figsize=(10.5, 4.6), layout="constrained")
-    left, right = axes
+    left, right = _two(axes, 4.6)
     kinds = list(dict.fromkeys((p["model"], p["phase"]) for p in points))
     drawn = {p["name"] for p in judge.held_out(points)}
     for i, kind in enumerate(kinds):
@@ -75,6 +71,15 @@ def predicted_and_measured(
     return left, right
 
 
+def _two(axes: Sequence[Axes] | None, height: float) -> Sequence[Axes]:
+    """The axes given, or two side by side in a new figure, so many inches high."""
+    import matplotlib.pyplot as plt
+
+    if axes is not None:
+        return axes
+    return plt.subplots(1, 2, figsize=(10.5, height), layout="constrained")[1]
+
+
 def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes, Axes]:
     """The curve over ω: tokens a second on the left, on the right relative to the prediction.
 
@@ -89,11 +94,7 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
     -------
     tuple of matplotlib.axes.Axes
     """
-    import matplotlib.pyplot as plt
-
-    if axes is None:
-        _, axes = plt.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
-    left, right = axes
+    left, right = _two(axes, 4.2)
     rate, slowest = frame["measured_tokens_per_s"], frame["measured_low"]
     mg.plot.bands(frame, measured=frame.assign(tokens_per_s=rate, low=slowest, high=rate), ax=left)
     told, at = frame["tokens_per_s"], frame["omega"]
