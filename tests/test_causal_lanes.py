@@ -160,7 +160,8 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
         for lane in there:  # what is first is slow
             copied(lane).synchronize()
         prepare_delays(device)
-        for seconds in (1e-3, 1e-4, 1e-2):
+        held_s = []
+        for seconds in (1e-3, 1e-4, 1e-2, 1e-3, 1e-3, 1e-3):
             began = streams[Lane.BULK].record()
             called = time.perf_counter()
             streams[Lane.BULK].delay(seconds)
@@ -169,10 +170,13 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
             behind, beside = copied(Lane.BULK), copied(Lane.KV)
             for event in (behind, beside):
                 event.synchronize()
-            took_s = held.time_s() - began.time_s()
-            assert took_s == pytest.approx(seconds, rel=0.1, abs=2e-5)
+            held_s.append(held.time_s() - began.time_s())
+            assert (
+                held_s[-1] >= 0.99 * seconds
+            )  # or more: other processes may have the GPU meanwhile
             assert behind.time_s() >= held.time_s()
             assert seconds < 5e-3 or beside.time_s() < held.time_s()
+        assert min(s for s in held_s if s >= 1e-3) == pytest.approx(1e-3, rel=0.05)
     finally:
         for stream in streams.values():
             stream.close()

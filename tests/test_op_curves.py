@@ -56,18 +56,30 @@ def test_noise_that_makes_more_take_less_is_turned_round():
     assert found.seconds == (3.0, 3.0, 5.0, 5.0)
 
 
-def test_what_was_never_handed_over_takes_the_median_of_the_others():
-    """Copies of sizes that no weights have are in no run."""
+def test_all_points_tell_together_what_handing_over_takes():
+    some = [product(n, n, issue_s=s, turn_s=s / 4) for n, s in ((1, 3.0), (2, 9.0), (3, 4.0))]
+    found = only(curves(some, SOURCE))
+    assert found.issue_s == ((4.0,),) * 3 and found.turn_s == ((1.0,),) * 3
+
+
+def test_a_copy_of_weights_is_handed_over_as_the_quickest_was():
+    """The others waited for room in a queue; and copies of sizes that no weights have are in no
+    run."""
     some = [copy(n, n, issue_s=s) for n, s in ((1, 0.0), (2, 3e-6), (3, 5e-6), (4, 90e-6))]
-    assert only(curves(some, SOURCE)).issue_s == pytest.approx((5e-6, 3e-6, 5e-6, 90e-6))
+    assert only(curves(some, SOURCE)).issue_s == pytest.approx((3e-6,) * 4)
     assert only(curves([copy(1, 1.0), copy(2, 2.0)], SOURCE)).issue_s == (0.0, 0.0)
+
+
+def test_a_step_of_more_rows_takes_longer_to_bind():
+    some = [at("copy_rows", 1.0, h2d_bytes=n, turn_s=t) for n, t in ((1, 2.0), (2, 0.0), (3, 6.0))]
+    assert only(curves(some, SOURCE)).turn_s == (2.0, 4.0, 6.0)
 
 
 def test_waits_before_issuing_are_the_tasks_and_not_of_each_kernel():
     some = [
         at("fetch_kv", n, turn_s=t, h2d_bytes=4 * n, launches=4) for n, t in ((1, 2.0), (2, 6.0))
     ]
-    assert only(curves(some, SOURCE)).turn_s == (2.0, 6.0)
+    assert only(curves(some, SOURCE)).turn_s == (4.0, 4.0)
 
 
 def test_seconds_of_several_copies_are_those_of_one():
@@ -85,7 +97,7 @@ def test_further_kernels_of_a_task_take_what_they_add():
     found = only(curves(some, SOURCE))
     # Four of the first, and half a second for each of four or ten more.
     assert found.more_s == 0.5
-    assert [x for (x,) in found.issue_s] == [3.0, 5.0, 4.0, 4.0, 4.0]
+    assert [x for (x,) in found.issue_s] == [4.0] * 5
     assert only(curves(some[:3], SOURCE)).more_s is None
     assert only(curves(some[3:4], SOURCE)).issue_s == ((6.0 / 5,),)
 

@@ -20,7 +20,7 @@ from handmade import random_graph  # noqa: E402
 from tiny import tiny_mixtral  # noqa: E402
 
 from moegen.errors import DeadlockError  # noqa: E402
-from moegen.exec import generate, issue, lanes, runner  # noqa: E402
+from moegen.exec import generate, issue, runner, threads  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.issue import UNRESOLVED, WINDOW, Issuer  # noqa: E402
 from moegen.exec.kernels import KERNELS  # noqa: E402
@@ -119,7 +119,7 @@ def test_a_long_step_is_no_deadlock(engine, monkeypatch):
 def test_a_second_interrupt_leaves_no_lane_behind(engine, monkeypatch):
     before = threading.enumerate()
     joined = []
-    wait = lanes.Worker.wait
+    wait = threads.Worker.wait
 
     def interrupted(self):
         if self.name == "moegen-issue" and len(joined) < 2:
@@ -138,7 +138,7 @@ def test_a_second_interrupt_leaves_no_lane_behind(engine, monkeypatch):
         def run_s(self, task, index):
             return 0.0
 
-    monkeypatch.setattr(lanes.Worker, "wait", interrupted)
+    monkeypatch.setattr(threads.Worker, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, 6, ignore_eos=True, on_step=fail, delays=Late())
     assert len(joined) == 2 and threading.enumerate() == before
@@ -321,7 +321,7 @@ def test_a_worker_can_be_waited_for_again_after_an_interrupt():
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         ended = []
-        worker = lanes.Worker("slow", lambda: (time.sleep(1.0), ended.append(True)))
+        worker = threads.Worker("slow", lambda: (time.sleep(1.0), ended.append(True)))
         worker.start()
         main = threading.main_thread().ident
         threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR1)).start()

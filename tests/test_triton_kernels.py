@@ -371,6 +371,7 @@ def test_attention_of_no_rows_and_of_misfits(device: str) -> None:
 COMPILE = """
 import json, sys
 import torch
+import moegen.exec.kernels.hold as holding
 import moegen.exec.kernels.triton_attention as attention
 import moegen.exec.kernels.zero_copy as zero
 from moegen.exec.arena import Arena
@@ -383,11 +384,12 @@ def note(name, done):
     report.setdefault(name, []).append(
         {"shared": done.metadata.shared, "ptx": done.asm["ptx"], "built": len(done.asm["cubin"])})
 
-for module in (zero, attention):
+for module in (holding, zero, attention):
     compile_launches(module, int(sys.argv[1]), note)
 
 def index(n): return torch.zeros(n, dtype=torch.int64)
 def tokens(n, width): return torch.zeros(n, width, dtype=torch.bfloat16)
+holding.hold(1e-3)
 zero.copy_up(torch.empty(100000), torch.empty(100000))
 zero.gather_rows(tokens(64, 2048), tokens(64, 2048), index(64), index(64), index(64), 64)
 zero.scatter_rows(tokens(64, 576), tokens(64, 576), index(64))
@@ -420,6 +422,7 @@ def test_kernels_compile_into_wide_accesses_and_fit(capability: int) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert set(report) == {
+        "_hold_kernel",
         "_copy_kernel",
         "_gather_kernel",
         "_scatter_kernel",
@@ -429,5 +432,7 @@ def test_kernels_compile_into_wide_accesses_and_fit(capability: int) -> None:
     for name in ("_copy_kernel", "_gather_kernel", "_scatter_kernel"):
         ptx = report[name][0]["ptx"]
         assert ".v2.b64" in ptx, f"{name} does not move 16 bytes a thread"
+    held = report["_hold_kernel"][0]["ptx"]
+    assert held.count("%globaltimer") == 2 and "bra" in held, "it does not wait by the clock"
     for built in report["_attend_kernel"]:
         assert built["shared"] <= 99 * 1024

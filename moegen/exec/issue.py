@@ -21,7 +21,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from moegen.errors import DeadlockError
-from moegen.exec.lanes import Event, Stream, UnrecordedEvent, enter, short_sleeps
+from moegen.exec.lanes import Event, Stream, UnrecordedEvent, enter
+from moegen.exec.threads import short_sleeps
 from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
 
 STALL_S = 600.0

@@ -10,9 +10,7 @@ Apart from `moegen.exec.pinning`, this is the only module that names ``torch.cud
 
 from __future__ import annotations
 
-import ctypes
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from moegen.errors import MachineError, MoegenError
+from moegen.exec.threads import Worker
 from moegen.graph.task import Lane
 
 
@@ -78,10 +77,7 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-_PR_SET_TIMERSLACK = 29
 ANCHOR_S = 20.0
-# Some 20 ms, in which a GPU comes to its clock, and some 5 ms to time it.
-_WAKE_CYCLES, _CLOCK_CYCLES = 40_000_000, 10_000_000
 
 
 class Clock:
@@ -139,28 +135,6 @@ class CpuEvent:
         return self._time_s
 
 
-class Worker(threading.Thread):
-    """A thread that can be waited for again after an interrupt.
-
-    Before Python 3.13 a KeyboardInterrupt inside ``join`` makes a live thread look ended.
-    """
-
-    def __init__(self, name: str, target: Callable[..., None], *args: object) -> None:
-        super().__init__(name=name, target=target, args=args, daemon=True)
-        self._ended = threading.Event()
-
-    def run(self) -> None:
-        try:
-            super().run()
-        finally:
-            self._ended.set()
-
-    def wait(self) -> None:
-        """Wait until it has ended; after an interrupt, call it again."""
-        self._ended.wait()
-        self.join()
-
-
 class _Wait(NamedTuple):
     event: Event
 
@@ -193,16 +167,13 @@ class CpuStream:
         self._pulse = 0
         self._queue: queue.SimpleQueue[Callable[[], None] | CpuEvent | _Wait | None]
         self._queue = queue.SimpleQueue()
-        self._thread = Worker(f"moegen-{name}", self._work)
-        self._thread.start()
-        if torch_threads is not None:
-            try:
-                with own_torch_threads():
-                    self.submit(lambda: use_torch_threads(torch_threads))
-                    self.synchronize()
-            except BaseException:
+        self._thread = Worker(f"moegen-{name}", self._work, torch_threads=torch_threads)
+        try:
+            self._thread.start()
+        except BaseException:
+            if self._thread.ident is not None:  # an interrupt came once it was there
                 self.close()
-                raise
+            raise
 
     @torch.inference_mode()
     def _work(self) -> None:
@@ -303,9 +274,8 @@ class CudaStream:
             event.synchronize()
 
     def delay(self, seconds: float) -> None:
-        cycles = max(1, round(seconds * _cycles_per_s(self.stream.device)))
         with torch.cuda.stream(self.stream):
-            torch.cuda._sleep(cycles)
+            _hold(seconds)
 
     def pulse(self) -> int:
         self._pulse += not self.stream.query()
@@ -318,27 +288,17 @@ class CudaStream:
         self.stream.synchronize()
 
 
+def _hold(seconds: float) -> None:
+    from moegen.exec.kernels.hold import hold  # Triton is there with CUDA alone
+
+    hold(seconds)
+
+
 def prepare_delays(device: torch.device) -> None:
-    """Find out what a delay on ``device`` is counted in, so that the first one does not have to.
-
-    It takes some 30 ms, once a process, in which the calling thread does nothing else.
-    """
+    """Compile what a delay on ``device`` takes, so that the first one does not have to."""
     if device.type == "cuda":
-        _cycles_per_s(device)
-
-
-@lru_cache
-def _cycles_per_s(device: torch.device) -> float:
-    """The clock that ``torch.cuda._sleep`` counts in, of a GPU that is awake."""
-    stream = torch.cuda.Stream(device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(_WAKE_CYCLES)
-        begin.record()
-        torch.cuda._sleep(_CLOCK_CYCLES)
-        end.record()
-    end.synchronize()
-    return _CLOCK_CYCLES / (begin.elapsed_time(end) / 1e3)
+        _hold(0.0)
+        settle(device)
 
 
 # KV and ACT kernels are short and someone waits for them: they go before large GEMMs.
@@ -376,36 +336,10 @@ def open_streams(
     return streams
 
 
-@contextmanager
-def own_torch_threads() -> Iterator[None]:
-    """Threads started inside may set how many threads torch uses for them, and only for them.
-
-    ``torch.set_num_threads`` also sets what threads started later begin with; that is put
-    back at the end.
-    """
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def use_torch_threads(n: int) -> None:
-    """Let torch use ``n`` threads for what the calling thread does."""
-    torch.get_num_threads()  # a thread's first look takes over what is set for all: do it now
-    torch.set_num_threads(n)
-
-
 def enter(device: torch.device) -> None:
     """Make ``device`` the calling thread's."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def short_sleeps() -> None:
-    """Let the calling thread sleep for 20 us and not for 70, where the system can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)
 
 
 @contextmanager

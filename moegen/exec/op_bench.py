@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moegen.exec.in_step import InStep
+from moegen.exec.in_step import LEAST, InStep
 from moegen.exec.issue import Times
 from moegen.exec.program import Machinery, Program
 from moegen.exec.runner import Runner
@@ -188,13 +188,17 @@ class OpBench:
     def _host_s(self, tasks: Sequence[Task]) -> dict[str, float]:
         """What these took of the issuing thread in the run, in the median.
 
-        Where the thread is far ahead it waits for room in the driver's queues, which is no work of
-        its own: so a low quantile of copies of weights, and in prefill only tasks that soon began.
+        Of those that their lane waited for, if there are some: these make a step longer, and the
+        thread, which has often rested before, is slower then. Where it is far ahead it waits for
+        room in the driver's queues, which is no work of its own: so a low quantile of copies of
+        weights, and in prefill only tasks that soon began.
         """
         ids = {t.id for t in tasks}
-        times = [t for t in self.records if t.task._replace(step=0) in ids]
+        times = [t for t in self.records if t.task._replace(step=0) in ids and t.end_s > t.start_s]
         if self.graph.phase == "prefill":
             times = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
+        late = [t for t in times if t.start_s < t.issued_s]
+        times = late if len(late) >= LEAST else times
         if not times:
             return {}
         q = _UNBLOCKED if tasks[0].lane is Lane.BULK else 0.5

@@ -26,6 +26,9 @@ _BY_PHASE = frozenset(
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
+# Copies of weights, and whose turn it is once a step is known.
+_COPIES = frozenset({"copy_dense", "copy_expert"})
+_BINDS = frozenset({"copy_rows"})
 
 _At = tuple[float, ...]
 
@@ -62,9 +65,10 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
-        crowded_s = math.nan if t.crowded_s is None else t.crowded_s / n
+        # What it waits for beside zero-copy kernels it waits for once, however many it launches.
+        wait_s = math.nan if t.crowded_s is None else t.crowded_s - t.seconds
         by_op[op, phase][at].append(
-            _Value(t.seconds / n, t.spread, t.issue_s, t.turn_s, crowded_s, n)
+            _Value(t.seconds / n, t.spread, t.issue_s, t.turn_s, t.seconds / n + wait_s, n)
         )
     found = []
     for (op, phase), points in by_op.items():
@@ -105,7 +109,7 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
         values[(slice(None), *place)] = value
     seconds, spread, issue_s, turn_s, crowded, launches = values
-    issue_s, more_s = _of_the_first(issue_s, launches)
+    first_s, more_s = _issued_s(op, issue_s, launches)
     seconds, crowded = _filled(seconds, crowded)
     return Curve(
         ops=(op,),
@@ -114,8 +118,8 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
-        issue_s=tuple(_known(issue_s).tolist()),
-        turn_s=tuple(_known(turn_s).tolist()),
+        issue_s=tuple(np.full(shape, first_s).tolist()),
+        turn_s=tuple(_turn_s(op, turn_s).tolist()),
         more_s=more_s,
         crowded=None if crowded is None else tuple(crowded.tolist()),
     )
@@ -133,19 +137,32 @@ def _filled(seconds: np.ndarray, crowded: np.ndarray) -> tuple[np.ndarray, np.nd
     return seconds, np.maximum.accumulate(seconds * np.maximum(ratio, 1.0), axis=0)
 
 
-def _of_the_first(issue_s: np.ndarray, launches: np.ndarray) -> tuple[np.ndarray, float | None]:
+def _issued_s(op: str, issue_s: np.ndarray, launches: np.ndarray) -> tuple[float, float | None]:
     """What handing the first kernel of a task over takes, and each further one; None if nothing
-    tells, and each takes as long."""
-    one, several = (launches == 1) & (issue_s > 0), (launches > 1) & (issue_s > 0)
+    tells, and each takes as long.
+
+    It is the same work whatever a kernel works on, and takes a third more or less from run to
+    run: so all points tell it together. A copy of weights that waits for room in the driver's
+    queue takes longer, so of these the quickest point does.
+    """
+    timed = issue_s > 0
+    if not timed.any():  # no step has such a copy
+        return 0.0, None
+    if op in _COPIES:
+        return float(issue_s[timed].min()), None
+    one, several = timed & (launches == 1), timed & (launches > 1)
     if not one.any() or not several.any():
-        return issue_s / launches, None
-    first_s = np.median(issue_s[one])
-    more_s = max(0.0, float(np.median((issue_s[several] - first_s) / (launches[several] - 1))))
-    return np.where(several, first_s, issue_s), more_s
+        return float(np.median((issue_s / launches)[timed])), None
+    first_s = float(np.median(issue_s[one]))
+    more_s = np.median((issue_s[several] - first_s) / (launches[several] - 1))
+    return first_s, max(0.0, float(more_s))
 
 
-def _known(host_s: np.ndarray) -> np.ndarray:
-    """Host code of every point: the median's where it was not timed, as of copies of sizes that no
-    weights have."""
-    timed = host_s[host_s > 0]
-    return np.where(host_s > 0, host_s, np.median(timed) if timed.size else 0.0)
+def _turn_s(op: str, turn_s: np.ndarray) -> np.ndarray:
+    """What comes before that at every point. What binds a step takes longer the more rows it has;
+    else all points tell it together, as above."""
+    timed = turn_s[turn_s > 0]
+    usual_s = float(np.median(timed)) if timed.size else 0.0
+    if op in _BINDS:
+        return np.where(turn_s > 0, turn_s, usual_s)
+    return np.full(turn_s.shape, usual_s)

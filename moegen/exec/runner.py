@@ -18,7 +18,8 @@ import torch
 from moegen.errors import DeadlockError
 from moegen.exec import issue
 from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT, Times
-from moegen.exec.lanes import Clock, Stream, Worker, open_streams, prepare_delays
+from moegen.exec.lanes import Clock, Stream, open_streams, prepare_delays
+from moegen.exec.threads import Worker
 from moegen.graph.task import Lane, TaskGraph
 
 # A Python thread may keep the interpreter for this long before another gets it: the one that
@@ -187,9 +188,12 @@ class Runner(Generic[StepT]):
             self._events = issuer.records_of(index)
         done = len(self._times)
         for r in self._events[done : done + _RESOLVE_AT_ONCE]:
-            if upto is None and not r.end.ready():
-                return False
-            r.end.synchronize()
+            if not r.end.ready():
+                if upto is None:
+                    return False
+                # Only then: it lets go of the interpreter for a moment, and moments that follow
+                # each other keep a CPU lane's thread from ever getting hold of it.
+                r.end.synchronize()
             end = r.end.time_s()
             start = end if r.start is None else r.start.time_s()
             task = r.task.id._replace(step=index)

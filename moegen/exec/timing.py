@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moegen.exec.lanes import Clock, Worker, enter, open_streams, own_current_stream, settle
+from moegen.exec.lanes import Clock, enter, open_streams, own_current_stream, settle
+from moegen.exec.threads import Worker
 from moegen.graph.task import Lane
 
 Work = Callable[[], Any]

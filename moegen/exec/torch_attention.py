@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moegen.exec.attention import CpuDecode, DecodeShape
-from moegen.exec.lanes import own_torch_threads, use_torch_threads
+from moegen.exec.threads import own_torch_threads, use_torch_threads
 
 # What a row costs beside its tokens, in tokens: keeps one thread from getting all short rows.
 _ROW_OVERHEAD_TOKENS = 16

@@ -43,7 +43,8 @@ class Curve:
         What the issuing thread takes for each kernel or copy of a task beyond the first; as much
         as for that unless given.
     crowded : nested sequence of float, shape as seconds, optional
-        Seconds while zero-copy kernels are at work beside it all the time.
+        Seconds of one kernel while zero-copy kernels are at work beside it all the time; several
+        of a task wait for them once.
 
     Raises
     ------

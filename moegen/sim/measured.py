@@ -199,7 +199,8 @@ class _Line:
         turn_s = 0.0 if self._turn_s is None else _read(self._turn_s, places, 0)
         keeps = {}
         if self._crowded is not None:
-            share = seconds / _read(self._crowded, places, 0)
+            alone_s = seconds * work.launches if self.of_one else seconds
+            share = alone_s / (alone_s + _read(self._crowded, places, 0) - seconds)
             keeps = {"zero_copy": share} if share < 1 else {}
         return _Reading(seconds, provenance, edge, self._issued_s(work, places), turn_s, keeps)
 
