@@ -95,7 +95,11 @@ class _OnVirtualClock(Issuer):
         return q.index < self.lanes.steps
 
     def _issue(self, q, stream, task, step, began) -> None:
-        self.lanes.now_s += self.lanes.turn_s.get(task.id, 0.0)
+        lanes = self.lanes
+        lanes.now_s += lanes.turn_s.get(task.id, 0.0)
+        if task.lane is not Lane.CPU and lanes.issue_s[task.id]:
+            begins_s = lanes.now_s + lanes.latencies.issue_to_start_s
+            stream.free_s = max(stream.free_s, begins_s)
         super()._issue(q, stream, task, step, began)
 
     def _rest(self, quiet, streams) -> None:

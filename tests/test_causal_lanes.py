@@ -162,6 +162,7 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
         prepare_delays(device)
         held_s = []
         for seconds in (1e-3, 1e-4, 1e-2, 1e-3, 1e-3, 1e-3):
+            streams[Lane.BULK].delay(5e-3)  # meanwhile all that follows is launched
             began = streams[Lane.BULK].record()
             called = time.perf_counter()
             streams[Lane.BULK].delay(seconds)
@@ -171,12 +172,10 @@ def test_a_delay_on_the_copy_lane_holds_its_copy_and_no_other():
             for event in (behind, beside):
                 event.synchronize()
             held_s.append(held.time_s() - began.time_s())
-            assert (
-                held_s[-1] >= 0.99 * seconds
-            )  # or more: other processes may have the GPU meanwhile
+            assert held_s[-1] >= 0.99 * seconds  # more, where others have the GPU meanwhile
             assert behind.time_s() >= held.time_s()
             assert seconds < 5e-3 or beside.time_s() < held.time_s()
-        assert min(s for s in held_s if s >= 1e-3) == pytest.approx(1e-3, rel=0.05)
+        assert min(s for s in held_s if s > 9e-4) == pytest.approx(1e-3, rel=0.05)
     finally:
         for stream in streams.values():
             stream.close()

@@ -71,6 +71,28 @@ def test_a_copy_is_launched_when_the_thread_is_through_with_it(lane):
     assert run_lanes(*of, cost.latencies) == ([0.0, 2.0, 6.0], [2.0, 6.0, 7.0])
 
 
+@pytest.mark.parametrize("lane", ["BULK", "KV", "ACT"])
+def test_a_launch_takes_a_while_to_the_gpu(lane):
+    """Which begins that much after the thread does, and is done that much before it is known."""
+    graph = TaskGraph((task("x", lane), task("y", lane), task("z", lane)), ())
+    cost = fixed({"x": 1, "y": 4, "z": 1}, 1.0, Latencies(issue_to_start_s=0.25))
+    # Launched at 0.75, 1.75 and 2.75: what is handed over early waits for nothing.
+    expected = {"x": (0.25, 1.75), "y": (1.75, 5.75), "z": (5.75, 6.75)}
+    assert times(simulate(graph, cost)) == expected
+    # One that takes less than that has ended before the thread is through, which is told later.
+    short = fixed({"x": 0.125, "y": 4, "z": 1}, 1.0, Latencies(0, 0, 0, 0.25, 0.125))
+    assert times(simulate(graph, short))["x"] == (0.25, 1.125)
+
+
+def test_the_last_of_several_kernels_ends_after_the_thread_is_through():
+    graph = TaskGraph((task("a", "GPU"), task("b", "GPU"), task("c", "GPU")), ())
+    cost = fixed({"a": 1, "b": 1, "c": 9}, 2.0, Latencies(0, 0, 0, 0.5, 0.25))
+    assert times(simulate(graph, cost)) == {"a": (0.5, 2.25), "b": (2.5, 4.25), "c": (4.5, 13.5)}
+    # On CPU lanes a thread works for a lane itself.
+    cpu = TaskGraph((task("a", "CPU"),), ())
+    assert times(simulate(cpu, cost)) == {"a": (0.0, 2.0)}
+
+
 @pytest.mark.parametrize("lane", ["BULK", "GPU"])
 def test_the_executors_thread_stays_within_a_drivers_queue(lane):
     """Else it would wait in a launch, with lanes idle that it could hand something to."""
@@ -329,7 +351,7 @@ def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps):
     issue_s = {t.id: float(rng.integers(0, 4)) for t in graph}
     issue_s[graph.tasks[0].id] += 1  # at least one takes some
     turn_s = {t.id: float(rng.integers(0, 3)) for t in graph}
-    latencies = Latencies(*rng.integers(0, 4, 3).astype(float).tolist())
+    latencies = Latencies(*rng.integers(0, 4, 4).astype(float).tolist())
 
     def needs_step(t):
         return tells and not (t.lane is Lane.BULK and t.id not in reads)
@@ -356,7 +378,7 @@ def test_steps_of_models_are_handed_over_as_the_executor_does(name, omega, fetch
         return t.id.op != "copy_dense" and (t.id.op != "copy_expert" or fetch == "routed")
 
     turn_s = {i: min(s, 2.0) for i, s in issue_s.items()}
-    of = seconds, issue_s, turn_s, Latencies(3.0, 5.0, 4.0), 4
+    of = seconds, issue_s, turn_s, Latencies(3.0, 5.0, 4.0, 2.0), 4
     run = simulated(graph, *of)
     assert run is not None and run == executed(graph, needs_step, *of)
 
@@ -400,7 +422,7 @@ def test_nothing_is_earlier_for_having_been_handed_over(seed, steps):
     cost = CostModel.fixed(random_durations(rng, graph))
     issue_s = {t.id: float(rng.random()) for t in graph}
     without = simulate(graph, cost, steps)
-    within = simulate(graph, Issued(cost, issue_s, Latencies(0.1, 0.2, 0.3)), steps)
+    within = simulate(graph, Issued(cost, issue_s, Latencies(0.1, 0.2, 0.3, 0.4, 0.5)), steps)
     tasks = [issue_s[i._replace(step=0)] for i in within.ids]
     assert (within.start_s >= without.start_s - 1e-9).all()
     assert (within.end_s >= without.end_s - 1e-9).all()
@@ -419,7 +441,7 @@ def test_a_slower_thread_ends_no_chain_earlier(seed, n):
     for k in range(n - 1):
         on_host = rng.random() < 0.3 and lanes[k + 1] is not Lane.CPU
         edges.append((host if on_host else edge)(f"t{k}", f"t{k + 1}"))
-    graph, latencies = TaskGraph(tasks, tuple(edges)), Latencies(*rng.random(3).tolist())
+    graph, latencies = TaskGraph(tasks, tuple(edges)), Latencies(*rng.random(5).tolist())
     cost = CostModel.fixed({t.id: float(rng.random()) for t in graph})
     some = {t.id: float(rng.random()) for t in graph}
     more = {i: s + float(rng.random()) * (rng.random() < 0.5) for i, s in some.items()}
@@ -440,7 +462,7 @@ def small_run() -> mg.Timeline:
     s = mg.Strategy(B=48, b_a=16, b_e=256, s_expert=8 * model.expert_bytes, omega=0.5)
     cost = CostModel.roofline(mg.HardwareSpec.from_name("h200"))
     graph = mg.build(model, s, kv_len=700)
-    return simulate(graph, Issued(cost, 7e-5, Latencies(3e-5, 5e-5, 4e-5)), steps=2)
+    return simulate(graph, Issued(cost, 7e-5, Latencies(3e-5, 5e-5, 4e-5, 2e-5, 1e-5)), steps=2)
 
 
 def test_same_inputs_give_the_same_bytes_in_another_process_with_other_hashes():

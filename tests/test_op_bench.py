@@ -230,7 +230,7 @@ def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monke
 
 def test_the_run_before_says_how_long_one_waits(engine, bench):
     with op_bench(decode(engine), engine.machinery, bench) as ops:
-        found = latencies([ops.records])
+        found = latencies([ops.records], on_gpu=True)
     assert {t.task.op for t in ops.records} == {t.id.op for t in ops.graph}
     assert min(t.task.step for t in ops.records) == 2  # the first two compile and fill
     for seconds in vars(found).values():

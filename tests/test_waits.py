@@ -32,20 +32,45 @@ def step(k: int, at_s: float, late_s: float) -> list[Times]:
 
 def test_it_is_the_median_from_an_end_to_who_waits_for_it():
     records = [step(0, 0.0, 0.125), step(1, 10.0, 0.25) + step(2, 20.0, 0.0625)]
-    found = latencies(records)
+    found = latencies(records, on_gpu=False)
     assert found == Latencies(gpu_to_host_s=0.5, cpu_to_host_s=0.25, gpu_to_cpu_s=0.125)
 
 
 def test_what_was_handed_over_late_was_not_noticed_late():
     send, attn, *_ = step(0, 0.0, 0.5)
-    found = latencies([[send, attn._replace(turned_s=1.25, issue_s=1.375)]])
+    found = latencies([[send, attn._replace(turned_s=1.25, issue_s=1.375)]], on_gpu=False)
     assert found.gpu_to_cpu_s == 0.125  # started at 1.5
     # Who was there before the end noticed at once.
-    assert latencies([[send, attn._replace(start_s=0.5)]]).gpu_to_cpu_s == 0.0
+    assert latencies([[send, attn._replace(start_s=0.5)]], on_gpu=False).gpu_to_cpu_s == 0.0
 
 
 def test_nothing_is_told_by_other_layers_or_none():
-    assert latencies([]) == latencies([[]]) == Latencies()
+    assert latencies([], on_gpu=False) == latencies([[]], on_gpu=False) == Latencies()
     counts, other = step(0, 0.0, 0.5)[3:5]
     elsewhere = other._replace(task=other.task._replace(layer=1))
-    assert latencies([[counts, elsewhere]]) == Latencies()
+    assert latencies([[counts, elsewhere]], on_gpu=False) == Latencies()
+
+
+def launched(op: str, start_s: float, end_s: float) -> Times:
+    """Handed over from 1 to 2."""
+    return Times(TaskId(op, "decode", 0, 0, -1, -1), start_s, end_s, 0.5, 1.0, 2.0)
+
+
+def test_a_gpu_that_waits_for_launches_begins_and_ends_a_little_after_them():
+    late = [
+        launched("post_attn", 1.25, 2.5),
+        launched("route", 1.5, 2.25),
+        launched("route", 1.75, 2.75),
+        launched("recv_attn", 1.25, 9.0),  # one kernel: its end tells nothing
+    ]
+    others = [
+        launched("expert", 3.0, 4.0),  # had been launched
+        launched("combine", 1.5, 1.5),  # had nothing to do
+        launched("copy_expert", 1.0, 30.0),
+        launched("attn_cpu", 1.0, 3.0),
+    ]
+    found = latencies([late, others], on_gpu=True)
+    # Of 0.25, the median of 0.5 and 0.75, and 0.25; of 0.5 and the median of 0.25 and 0.75.
+    assert found == Latencies(issue_to_start_s=0.25, issued_to_end_s=0.5)
+    # On CPU lanes threads work while they are handed more.
+    assert latencies([late, others], on_gpu=False) == Latencies()

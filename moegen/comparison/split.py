@@ -170,14 +170,16 @@ class Split:
 
     @cached_property
     def _held_s(self) -> np.ndarray:
-        """For how long after its start the thread was still at each task, in the replay; [N]."""
+        """For how long after its start each task's last launch was still to come, in the replay,
+        or the thread was still at it; [N]."""
         if not self._shared or not issued(self._costs):
             return np.zeros(len(self._kinds))
         measured_s = self._pairs.measured_s.tolist()
         of = self._graph, self._costs, self._kinds, measured_s
         run = IssuedRun(*of, None, self._rule.latencies)
         run()
-        return np.maximum(0.0, np.array(run.done_s) - run.start_s)
+        launch_s = self._rule.latencies.issue_to_start_s * self._launched_last
+        return np.maximum(0.0, np.array(run.done_s) - launch_s - run.start_s)
 
     @cached_property
     def _launched_last(self) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from moegen.exec.op_bench import Timed
 from moegen.graph.curve import Curve
@@ -130,11 +131,16 @@ def _filled(seconds: np.ndarray, crowded: np.ndarray) -> tuple[np.ndarray, np.nd
     round, and those of every point beside zero-copy kernels, None if that was never seen: where
     it was not, the median ratio of the points where it was."""
     ratio = crowded / seconds
-    seconds = np.maximum.accumulate(seconds, axis=0)
+    seconds = _rising(seconds)
     if np.isnan(ratio).all():
         return seconds, None
     ratio = np.where(np.isnan(ratio), np.nanmedian(ratio), ratio)
-    return seconds, np.maximum.accumulate(seconds * np.maximum(ratio, 1.0), axis=0)
+    return seconds, _rising(seconds * np.maximum(ratio, 1.0))
+
+
+def _rising(values: np.ndarray) -> np.ndarray:
+    """The nearest values, by least squares, that do not fall along the first axis."""
+    return np.apply_along_axis(lambda row: isotonic_regression(row).x, 0, values)
 
 
 def _issued_s(op: str, issue_s: np.ndarray, launches: np.ndarray) -> tuple[float, float | None]:

@@ -168,7 +168,7 @@ def measure_table(
         curves=tuple(_distinct(found)),
         peaks={},
         company=tuple(beside),
-        latencies=latencies(records),
+        latencies=latencies(records, on_gpu=device.type == "cuda"),
     )
 
 

@@ -1,4 +1,4 @@
-"""What it takes one side to notice that another has finished."""
+"""What passes between the issuing thread and who works for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from moegen.graph.checks import number
 
 @dataclass(frozen=True)
 class Latencies:
-    """Seconds from the end of a task to what waits for it, where no stream waits by itself.
+    """Seconds from the end of a task to what waits for it, where no stream waits by itself; and
+    from the issuing thread to a GPU that waits for what it launches.
 
     Parameters
     ----------
@@ -19,6 +20,12 @@ class Latencies:
         From a task of the CPU lane to the issuing thread, which is woken.
     gpu_to_cpu_s : float
         From a GPU's task to the start of one of the CPU lane.
+    issue_to_start_s : float
+        From when the thread begins to hand a task over to when a GPU begins it. About as long
+        passes from its last launch to when the thread is through: most of both is an event.
+    issued_to_end_s : float
+        From when the thread is through with a task of several kernels to its end on a GPU that
+        waited for each of them.
 
     Raises
     ------
@@ -29,6 +36,8 @@ class Latencies:
     gpu_to_host_s: float = 0.0
     cpu_to_host_s: float = 0.0
     gpu_to_cpu_s: float = 0.0
+    issue_to_start_s: float = 0.0
+    issued_to_end_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

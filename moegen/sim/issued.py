@@ -25,11 +25,17 @@ def issued(costs: Sequence[Cost]) -> bool:
 class _Lane:
     """A lane, and the task that it runs, or runs next."""
 
-    __slots__ = ("at", "base", "idle", "late_s", "launched_last", "place", "positions")
+    __slots__ = (
+        "at", "base", "begins_s", "ends_s", "idle", "late_s", "launched_last", "place", "positions"
+    )  # fmt: skip
 
     def __init__(self, lane: Lane, positions: Sequence[int], latencies: Latencies) -> None:
         self.positions = positions
-        self.late_s = latencies.gpu_to_cpu_s if lane is Lane.CPU else 0.0
+        self.late_s = self.begins_s = self.ends_s = 0.0
+        if lane is Lane.CPU:
+            self.late_s = latencies.gpu_to_cpu_s
+        else:
+            self.begins_s, self.ends_s = latencies.issue_to_start_s, latencies.issued_to_end_s
         self.launched_last = lane in LAUNCHED_LAST
         self.base = self.place = 0
         self.at = positions[0]
@@ -47,9 +53,10 @@ class IssuedRun:
 
     A task cannot begin before the thread hands it over, nor end before that is through with it;
     otherwise it begins when all that it waits for have ended, as without the thread. A copy or a
-    kernel of its own is launched last of all, so its work begins only then; of the GPU's several
-    kernels all but the last can be through by then. On the CPU lane a task begins a little later,
-    since the lane's thread is woken.
+    kernel of its own is launched last of all, so its work begins only about then; of the GPU's
+    several kernels all but the last can be through by then. How long after the thread a GPU
+    begins and ends, `Latencies` says. On the CPU lane a task begins a little later too, since the
+    lane's thread is woken.
 
     Parameters
     ----------
@@ -96,10 +103,11 @@ class IssuedRun:
                 self._clock, self._through, sharing, costs, kinds, seconds, lane_of
             )
             self._settle = self._fluid.settle
+        self._issue_s = [costs[k].issue_s for k in kinds]
         self._thread = Issuing(
             self._clock,
             g,
-            [costs[k].issue_s for k in kinds],
+            self._issue_s,
             [costs[k].turn_s for k in kinds],
             latencies,
             self._ended,
@@ -152,12 +160,17 @@ class IssuedRun:
                 if from_s > clock.now:
                     clock.at(from_s, lambda: self._again(lane))
                     return
+            if lane.begins_s and self._issue_s[at] > 0:
+                from_s = self._thread.begun_s[at] + lane.begins_s
+                if from_s > clock.now:
+                    clock.at(from_s, lambda: self._again(lane))
+                    return
             self.start_s[at] = clock.now
             if self._seconds[at] > 0:
                 if self._fluid is not None:
-                    done_s = self._thread.done_s[at]
-                    if lane.launched_last and done_s > clock.now:
-                        clock.at(done_s, lambda: self._launched(lane))
+                    launched_s = self._thread.done_s[at] - lane.begins_s
+                    if lane.launched_last and launched_s > clock.now:
+                        clock.at(launched_s, lambda: self._launched(lane))
                     else:
                         self._fluid.begin(at)
                 else:
@@ -188,6 +201,8 @@ class IssuedRun:
     def _worked(self, lane: _Lane) -> bool:
         """The lane's task has done its work; it ends now, unless the thread is not through."""
         done_s = self._thread.done_s[lane.at]
+        if self._fluid is not None and self._issue_s[lane.at] > 0:
+            done_s += lane.ends_s
         if done_s > self._clock.now:
             self._clock.at(done_s, lambda: self._late(lane))
             return False

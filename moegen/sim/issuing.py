@@ -73,6 +73,8 @@ class Issuing:
     ----------
     begun : sequence of bool, shape [steps * n]
         Whether the thread hands a task over, or has done so.
+    begun_s : sequence of float, shape [steps * n]
+        When it began to.
     done_s : sequence of float, shape [steps * n]
         When it is through with it.
     """
@@ -92,7 +94,7 @@ class Issuing:
         self._clock, self._n, self._issue_s, self._turn_s = clock, len(g), issue_s, turn_s
         self._ended, self._end_s, self._handed, self._rests = ended, end_s, handed, rests
         self.begun = bytearray(len(issue_s))
-        self.done_s = [0.0] * len(issue_s)
+        self.begun_s, self.done_s = [0.0] * len(issue_s), [0.0] * len(issue_s)
         self._tasks, self._n_steps = g.tasks, len(issue_s) // max(1, len(g))
         lanes = zip(g.lanes, g.structure.lanes, strict=True)
         self._queues = [_Queue(i, lane, queue) for i, (lane, queue) in enumerate(lanes)]
@@ -144,7 +146,7 @@ class Issuing:
                         yield clock.now + turn_s[at]
                     left -= 1
                     moved = True
-                    self.begun[at] = 1
+                    self.begun[at], self.begun_s[at] = 1, clock.now
                     self.done_s[at] = until_s = clock.now + issue_s[at]
                     self._handed(q.number)
                     if until_s > clock.now:
