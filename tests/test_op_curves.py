@@ -71,8 +71,12 @@ def test_a_copy_of_weights_is_handed_over_as_the_quickest_was():
 
 
 def test_a_step_of_more_rows_takes_longer_to_bind():
-    some = [at("copy_rows", 1.0, h2d_bytes=n, turn_s=t) for n, t in ((1, 2.0), (2, 0.0), (3, 6.0))]
-    assert only(curves(some, SOURCE)).turn_s == (2.0, 4.0, 6.0)
+    some = [
+        at("copy_rows", 1.0, h2d_bytes=n, turn_s=t, issue_s=t / 2)
+        for n, t in ((1, 2.0), (2, 0.0), (3, 6.0))
+    ]
+    found = only(curves(some, SOURCE))
+    assert found.turn_s == (2.0, 4.0, 6.0) and found.issue_s == (1.0, 2.0, 3.0)
 
 
 def test_waits_before_issuing_are_the_tasks_and_not_of_each_kernel():

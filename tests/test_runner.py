@@ -351,27 +351,33 @@ def test_an_interrupt_before_the_lanes_begin_leaves_none_behind(engine, monkeypa
 
 @pytest.mark.cpu
 def test_runs_that_overlap_leave_the_interpreter_as_it_was():
-    interval = sys.getswitchinterval()
-    assert gc.get_freeze_count() == 0
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     first, second = runner.undisturbed(), runner.undisturbed()
     first.__enter__()
     second.__enter__()
-    assert sys.getswitchinterval() <= 1e-4 and gc.get_freeze_count() > 0
-    first.__exit__(None, None, None)
     assert sys.getswitchinterval() <= 1e-4
+    assert gc.get_threshold() == (*thresholds[:2], runner.FULL_COLLECTION)
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() <= 1e-4 and gc.get_threshold() != thresholds
     second.__exit__(None, None, None)
-    assert sys.getswitchinterval() == interval and gc.get_freeze_count() == 0
+    assert sys.getswitchinterval() == interval and gc.get_threshold() == thresholds
 
 
 @pytest.mark.cpu
-def test_what_the_caller_has_frozen_stays_frozen():
-    gc.freeze()
+@pytest.mark.parametrize("old", [1, 10**6])
+def test_no_run_waits_until_all_objects_have_been_looked_through(engine, old):
+    seen = []
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50, 2, old)
+    gc.callbacks.append(on := lambda phase, info: seen.append((phase, info["generation"])))
     try:
         with runner.undisturbed():
-            pass
-        assert gc.get_freeze_count() > 0
+            assert gc.get_threshold()[2] == max(old, runner.FULL_COLLECTION)
+            engine.generate(PROMPTS, 12, ignore_eos=True)
     finally:
-        gc.unfreeze()
+        gc.callbacks.remove(on)
+        gc.set_threshold(*thresholds)
+    assert ("start", 1) in seen and ("start", 2) not in seen
 
 
 def test_a_bell_waits_no_longer_than_asked_however_short():

@@ -191,17 +191,18 @@ class OpBench:
         Of those that their lane waited for, if there are some: these make a step longer, and the
         thread, which has often rested before, is slower then. Where it is far ahead it waits for
         room in the driver's queues, which is no work of its own: so a low quantile of copies of
-        weights, and in prefill only tasks that soon began.
+        weights, and in prefill only tasks that soon began, or a low quantile if there are none.
         """
         ids = {t.id for t in tasks}
         times = [t for t in self.records if t.task._replace(step=0) in ids and t.end_s > t.start_s]
-        if self.graph.phase == "prefill":
-            times = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
-        late = [t for t in times if t.start_s < t.issued_s]
-        times = late if len(late) >= LEAST else times
         if not times:
             return {}
         q = _UNBLOCKED if tasks[0].lane is Lane.BULK else 0.5
+        if self.graph.phase == "prefill":
+            soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
+            times, q = (soon, q) if soon else (times, _UNBLOCKED)
+        late = [t for t in times if t.start_s < t.issued_s]
+        times = late if len(late) >= LEAST else times
         return {
             "issue_s": float(np.quantile([t.issued_s - t.issue_s for t in times], q)),
             "turn_s": float(np.quantile([t.issue_s - t.turned_s for t in times], q)),

@@ -110,7 +110,7 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
         values[(slice(None), *place)] = value
     seconds, spread, issue_s, turn_s, crowded, launches = values
-    first_s, more_s = _issued_s(op, issue_s, launches)
+    issue_s, more_s = _issued_s(op, issue_s, launches)
     seconds, crowded = _filled(seconds, crowded)
     return Curve(
         ops=(op,),
@@ -119,7 +119,7 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
-        issue_s=tuple(np.full(shape, first_s).tolist()),
+        issue_s=tuple(issue_s.tolist()),
         turn_s=tuple(_turn_s(op, turn_s).tolist()),
         more_s=more_s,
         crowded=None if crowded is None else tuple(crowded.tolist()),
@@ -143,9 +143,11 @@ def _rising(values: np.ndarray) -> np.ndarray:
     return np.apply_along_axis(lambda row: isotonic_regression(row).x, 0, values)
 
 
-def _issued_s(op: str, issue_s: np.ndarray, launches: np.ndarray) -> tuple[float, float | None]:
-    """What handing the first kernel of a task over takes, and each further one; None if nothing
-    tells, and each takes as long.
+def _issued_s(
+    op: str, issue_s: np.ndarray, launches: np.ndarray
+) -> tuple[np.ndarray, float | None]:
+    """What handing the first kernel of a task over takes at every point, and each further one;
+    None if nothing tells, and each takes as long.
 
     It is the same work whatever a kernel works on, and takes a third more or less from run to
     run: so all points tell it together. A copy of weights that waits for room in the driver's
@@ -153,22 +155,28 @@ def _issued_s(op: str, issue_s: np.ndarray, launches: np.ndarray) -> tuple[float
     """
     timed = issue_s > 0
     if not timed.any():  # no step has such a copy
-        return 0.0, None
+        return issue_s, None
+    if op in _BINDS:
+        return _by_size(issue_s), None
     if op in _COPIES:
-        return float(issue_s[timed].min()), None
+        return np.full(issue_s.shape, issue_s[timed].min()), None
     one, several = timed & (launches == 1), timed & (launches > 1)
     if not one.any() or not several.any():
-        return float(np.median((issue_s / launches)[timed])), None
-    first_s = float(np.median(issue_s[one]))
+        return np.full(issue_s.shape, np.median((issue_s / launches)[timed])), None
+    first_s = np.median(issue_s[one])
     more_s = np.median((issue_s[several] - first_s) / (launches[several] - 1))
-    return first_s, max(0.0, float(more_s))
+    return np.full(issue_s.shape, first_s), max(0.0, float(more_s))
 
 
 def _turn_s(op: str, turn_s: np.ndarray) -> np.ndarray:
-    """What comes before that at every point. What binds a step takes longer the more rows it has;
-    else all points tell it together, as above."""
-    timed = turn_s[turn_s > 0]
-    usual_s = float(np.median(timed)) if timed.size else 0.0
-    if op in _BINDS:
-        return np.where(turn_s > 0, turn_s, usual_s)
-    return np.full(turn_s.shape, usual_s)
+    """What comes before that at every point; all of them tell it together too."""
+    timed = turn_s > 0
+    if not timed.any():
+        return turn_s
+    return _by_size(turn_s) if op in _BINDS else np.full(turn_s.shape, np.median(turn_s[timed]))
+
+
+def _by_size(host_s: np.ndarray) -> np.ndarray:
+    """What binds a step takes longer the more rows it has; the median where it was not timed."""
+    timed = host_s > 0
+    return np.where(timed, host_s, np.median(host_s[timed]))

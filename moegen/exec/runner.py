@@ -25,6 +25,8 @@ from moegen.graph.task import Lane, TaskGraph
 # A Python thread may keep the interpreter for this long before another gets it: the one that
 # issues work must not wait for the one that reads clocks.
 SWITCH_INTERVAL_S = 5e-5
+# Collections of the middle generation that come before one of the oldest, in a run.
+FULL_COLLECTION = 1000
 # Times resolved before the lanes are looked at again.
 _RESOLVE_AT_ONCE = 8
 
@@ -221,23 +223,23 @@ class _Undisturbed:
         self._lock = threading.Lock()
         self._runs = 0
         self._switch_interval_s = 0.0
-        self._frozen = False
+        self._thresholds = gc.get_threshold()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Let threads hand over quickly, and the garbage collector look at little.
+        """Let threads hand over quickly, and the garbage collector look at what is young.
 
-        Looking through all that torch and transformers make takes a tenth of a second, in which
-        nothing is issued: what was there before the first run is spared.
+        Looking through all that a run keeps of its steps, or through all that torch and
+        transformers make, takes a tenth of a second, in which nothing is issued. So it is not
+        done until thousands of times as much has been made and kept as is young.
         """
         with self._lock:
             self._runs += 1
             if self._runs == 1:
                 self._switch_interval_s = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._switch_interval_s, SWITCH_INTERVAL_S))
-                self._frozen = gc.get_freeze_count() == 0  # else the caller has his own ways
-                if self._frozen:
-                    gc.freeze()
+                self._thresholds = young, middle, old = gc.get_threshold()
+                gc.set_threshold(young, middle, max(old, FULL_COLLECTION))
         try:
             yield
         finally:
@@ -245,8 +247,7 @@ class _Undisturbed:
                 self._runs -= 1
                 if self._runs == 0:
                     sys.setswitchinterval(self._switch_interval_s)
-                    if self._frozen:
-                        gc.unfreeze()
+                    gc.set_threshold(*self._thresholds)
 
 
 undisturbed = _Undisturbed()
