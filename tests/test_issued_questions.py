@@ -40,6 +40,7 @@ def handed_over(issue_s: float | None, **fields) -> Measured:
             issue_s=None if issue_s is None else all_of(curve, issue_s),
             turn_s=None,
             more_s=None,
+            once_s=None,
             crowded=None,
         )
         for curve in table.curves

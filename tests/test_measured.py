@@ -385,6 +385,39 @@ def test_beside_zero_copy_kernels_a_task_takes_what_was_measured_so():
     assert Measured(table()).estimate(copied(10)).keeps == {}
 
 
+def test_what_copies_of_weights_slow_keeps_a_share_beside_them():
+    received = Curve(("recv_attn",), {"h2d_bytes": (10, 20)}, (4, 5), "made up", crowded=(8, 15))
+    model = Measured(table(COPY, received, company=COMPANY))
+    told = model.estimate(task("recv_attn", "ACT", Work(h2d_bytes=20)))
+    assert told.seconds == 5 and told.keeps == {"h2d": 1 / 3} and told.demands == {}
+
+
+def test_what_a_task_does_once_it_does_once():
+    copies = dataclasses.replace(COPY, once_s=3)
+    model = Measured(table(copies))
+    one = Measured(table(COPY))
+    assert model.seconds(copied(30)) == one.seconds(copied(30))
+    assert model.seconds(copied(90, launches=3)) == one.seconds(copied(90, launches=3)) - 2 * 3
+    with pytest.raises(InvalidInput, match="once_s is 5, and is part of the seconds, of which the"):
+        dataclasses.replace(COPY, once_s=5)
+    with pytest.raises(InvalidInput, match="once_s"):
+        dataclasses.replace(COPY, once_s=-1)
+
+
+def test_several_kernels_of_a_task_wait_once_for_what_crowds_them():
+    gates = Curve(
+        ("route",), {"tokens": (8, 16), "flops_per_token": (10,)}, ((4,), (6,)), "made up",
+        crowded=((7,), (9,)),
+    )  # fmt: skip
+    model = Measured(table(gates))
+
+    def kept(launches):
+        work = Work(flops=160 * launches, tokens=16 * launches, launches=launches)
+        return model.estimate(task("route", "GPU", work)).keeps["zero_copy"]
+
+    assert kept(1) == pytest.approx(6 / 9) and kept(5) == pytest.approx(30 / 33)
+
+
 def test_what_was_measured_beside_copies_of_weights_is_not_slowed_by_them_again():
     sent = Curve(("send_qkv",), {"d2h_bytes": (10, 20)}, (4, 5), "made up")
     task_of = task("send_qkv", "ACT", Work(d2h_bytes=20))

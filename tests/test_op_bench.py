@@ -169,6 +169,26 @@ def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
                     assert t.work.tokens == sum(group)
 
 
+def test_what_goes_up_the_link_is_timed_by_itself_and_beside_copies_of_weights(
+    engine, bench, monkeypatch
+):
+    with op_bench(decode(engine), engine.machinery, bench) as ops:
+        asked = []
+
+        def spans(lane, work, *, beside, **more):
+            asked.append([of for of, _ in beside])
+            return [2.0, 2.0] if beside else [1.0, 1.0]
+
+        monkeypatch.setattr(bench, "spans", spans)
+        monkeypatch.setattr(ops, "_on_gpu", True)
+        (received,) = ops.time("recv_attn", SPAN_S)
+        assert asked == [[], [Lane.BULK]]
+        assert received.seconds == 1.0 and received.crowded_s == 2.0
+        asked.clear()
+        (sent,) = ops.time("send_qkv", SPAN_S)
+        assert asked == [[Lane.BULK]] and sent.crowded_s is None
+
+
 def test_attention_on_the_cpu_reads_other_rows_each_time(engine, bench, monkeypatch):
     """Else it would read what a cache holds."""
     with op_bench(decode(engine), engine.machinery, bench) as ops:

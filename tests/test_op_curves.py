@@ -106,6 +106,26 @@ def test_further_kernels_of_a_task_take_what_they_add():
     assert only(curves(some[3:4], SOURCE)).issue_s == ((6.0 / 5,),)
 
 
+def gates(tokens, seconds, launches=1, **more):
+    """Of ``tokens`` in each of the products."""
+    of_all = tokens * launches
+    return at("route", seconds, tokens=of_all, flops=10.0 * of_all, launches=launches, **more)
+
+
+def test_several_kernels_tell_what_a_task_does_once():
+    # Four seconds once, and one for each token.
+    some = [gates(1, 5.0), gates(3, 7.0), gates(2, 4.0 + 2 * 5, 5, crowded_s=15.0)]
+    found = only(curves(some, SOURCE))
+    assert found.once_s == pytest.approx(4.0)
+    assert [x for (x,) in found.seconds] == pytest.approx([5.0, 6.0, 7.0])
+    assert found.crowded[1][0] == pytest.approx(7.0)
+    # Where nothing was timed alone, or several are no faster, it is none.
+    assert only(curves([gates(1, 5.0), gates(2, 14.0, 5)], SOURCE)).once_s is None
+    assert only(curves([gates(1, 5.0), gates(3, 7.0), gates(2, 40.0, 5)], SOURCE)).once_s == 0.0
+    # It is no more than all of it.
+    assert only(curves([gates(1, 1.0), gates(3, 9.0), gates(2, 0.5, 5)], SOURCE)).once_s == 1.0
+
+
 def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell():
     some = [product(n, n, crowded_s=c) for n, c in ((1, 1.5), (2, None), (4, 8.0), (8, 4.0))]
     found = only(curves(some, SOURCE))

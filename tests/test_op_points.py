@@ -91,7 +91,7 @@ def test_on_cpu_lanes_small_sizes_come_first():
         [4 * n * c for n, c in few] + [512 * 512, 512 * 64, 2048 * 64]
     )
     assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 4096, 65536, 65536]
-    assert [p.size for p in grids["prompts"]] == 3 * [512] + 3 * [2048] + 5 * [16384]
+    assert [p.size for p in grids["prompts"]] == 5 * [512] + 5 * [2048] + 7 * [16384]
     assert len(grids) == 4
     for p in grids["decode"]:
         assert p.graph.phase == "decode" and p.graph.shape.rows * 17 == p.size
@@ -154,7 +154,7 @@ def test_prompts_are_no_longer_than_the_models_context():
     long = found(mixtral(max_position_embeddings=4096))
     short = found(mixtral(max_position_embeddings=100))
     lengths = [{p.graph.shape.new[0] for p in x["prompts"]} for x in (long, short)]
-    assert lengths == [{16, 128, 512, 2048}, {16}]
+    assert lengths == [{16, 64, 128, 256, 512, 2048}, {16, 64}]
 
 
 def test_a_limit_of_weights_takes_fewer_layers_and_still_one_of_each_class():

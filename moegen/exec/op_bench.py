@@ -18,6 +18,7 @@ from moegen.exec.runner import Runner
 from moegen.exec.step import Step
 from moegen.exec.synthetic import MadeUp
 from moegen.exec.timing import Bench, Work
+from moegen.graph.curve import BESIDE_COPIES
 from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
 
@@ -116,8 +117,8 @@ class OpBench:
             t for index, times in records.items() if index >= _COUNTED_FROM for t in times
         ]
         # Lanes that share the cores hold each other up all the time.
-        on_gpu = made.machinery.device.type == "cuda"
-        self._in_step = InStep(g, self.records if on_gpu else [])
+        self._on_gpu = made.machinery.device.type == "cuda"
+        self._in_step = InStep(g, self.records if self._on_gpu else [])
         self._step, self._index = steps[-1], _PRIMING_STEPS - 1
         self._others = made.steps()
         self._route_evenly()
@@ -141,9 +142,10 @@ class OpBench:
         Within the steps that ran, where that can be told (`InStep`); else for about ``span_s`` by
         themselves, and copies of weights both ways, since in some steps they are slower than in
         others. Tasks of one kind take turns then: they read other weights each time. In decode
-        weights are copied all the time, so the kernels of other lanes are timed beside that: each
-        takes some 20 us more. On CPU lanes the CPU has been idle before each run, for its threads
-        sleep between layers.
+        weights are copied nearly all the time, so the kernels of other lanes are timed beside
+        that: each takes some 20 us more. What carries rows up the link is timed both ways, for it
+        takes twice as long then. On CPU lanes the CPU has been idle before each run, for its
+        threads sleep between layers.
 
         Parameters
         ----------
@@ -157,22 +159,34 @@ class OpBench:
         return [self._time(tasks, span_s) for tasks in kinds.values()]
 
     def _time(self, tasks: Sequence[Task], span_s: float) -> Timed:
-        alone, crowded = self._in_step.spans(tasks)
-        ways = [alone] if alone else []
-        if not alone or tasks[0].lane is Lane.BULK:
-            ways.append(self._alone(tasks, span_s))
+        first = tasks[0]
+        if first.id.op in BESIDE_COPIES and self._on_gpu and (copies := self._weights):
+            ways, crowded = (
+                [self._by_itself(tasks, span_s, [])],
+                self._by_itself(tasks, span_s, copies),
+            )
+        else:
+            alone, crowded = self._in_step.spans(tasks)
+            ways = [alone] if alone else []
+            if not alone or first.lane is Lane.BULK:
+                by_itself = first.lane in (Lane.BULK, Lane.CPU) or first.id.op == "fetch_kv"
+                in_company = self.graph.phase == "decode" and not by_itself
+                beside = self._weights if in_company else []
+                ways.append(self._by_itself(tasks, span_s, beside))
         crowded_s = _mean(crowded) if crowded else None
-        return timed(tasks[0], *ways, **self._host_s(tasks), crowded_s=crowded_s)
+        return timed(first, *ways, **self._host_s(tasks), crowded_s=crowded_s)
 
-    def _alone(self, tasks: Sequence[Task], span_s: float) -> list[float]:
-        lane, in_decode = tasks[0].lane, self.graph.phase == "decode"
-        alone = lane is Lane.BULK or lane is Lane.CPU or tasks[0].id.op == "fetch_kv"
+    def _by_itself(
+        self, tasks: Sequence[Task], span_s: float, beside: Sequence[tuple[Lane, Work]]
+    ) -> list[float]:
+        """Seconds of each run, not within a step, with nothing but ``beside`` at work."""
+        lane = tasks[0].lane
         return self.bench.spans(
             lane,
             self.work(tasks),
             span_s=10 * span_s if lane is Lane.BULK else span_s,
             between=_idle if lane is Lane.CPU else None,
-            beside=self._weights if in_decode and not alone else [],
+            beside=beside,
             queued=True,
         )
 

@@ -73,15 +73,38 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         )
     found = []
     for (op, phase), points in by_op.items():
-        means = {at: _mean(several) for at, several in points.items()}
-        found += [_curve(op, phase, source, grid) for grid in _grids(op, means)]
+        once_s = _once_s(points)
+        means = {at: _mean(several, once_s or 0.0) for at, several in points.items()}
+        found += [_curve(op, phase, source, grid, once_s) for grid in _grids(op, means)]
     return found
 
 
-def _mean(several: Sequence[_Value]) -> _Value:
+def _once_s(points: Mapping[_At, Sequence[_Value]]) -> float | None:
+    """What a task takes once, however many kernels it launches: by how much each of several is
+    faster than one alone would be, which is between those that were timed; None if nothing tells.
+    """
+    rows: dict[_At, dict[float, float]] = defaultdict(dict)
+    for at, several in points.items():
+        if ones := [v.seconds for v in several if v.launches == 1]:
+            rows[at[1:]][at[0]] = float(np.mean(ones))
+    found = []
+    for (first, *rest), several in points.items():
+        row = sorted(rows[tuple(rest)].items())
+        if row and row[0][0] <= first <= row[-1][0]:
+            one_s = np.interp(first, *zip(*row, strict=True))
+            found += [(one_s - v.seconds) / (1 - 1 / v.launches) for v in several if v.launches > 1]
+    return max(0.0, float(np.median(found))) if found else None
+
+
+def _mean(several: Sequence[_Value], once_s: float) -> _Value:
+    """The mean of what was timed at one point, each as one kernel would be."""
+    ones = []
+    for v in several:
+        hidden_s = once_s * (1 - 1 / v.launches)
+        ones.append(v._replace(seconds=v.seconds + hidden_s, crowded_s=v.crowded_s + hidden_s))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # none was timed crowded
-        return _Value(*np.nanmean(several, axis=0).tolist())
+        return _Value(*np.nanmean(ones, axis=0).tolist())
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
@@ -101,7 +124,7 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
     return grids
 
 
-def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
+def _curve(op: str, phase: Any, source: str, points: _Found, once_s: float | None) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
     shape = tuple(map(len, axes))
@@ -122,6 +145,7 @@ def _curve(op: str, phase: Any, source: str, points: _Found) -> Curve:
         issue_s=tuple(issue_s.tolist()),
         turn_s=tuple(_turn_s(op, turn_s).tolist()),
         more_s=more_s,
+        once_s=None if once_s is None else min(once_s, float(seconds.min())),
         crowded=None if crowded is None else tuple(crowded.tolist()),
     )
 

@@ -37,10 +37,12 @@ _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # slower then.
 _WAVES = ((65536, 65536), (65536, 2048), (4096, 65536), (1024, 65536), (256, 65536), (64, 65536))
 _PROMPT = 64
-# Prompts of a micro-batch by length, and tokens of all of them.
+# Prompts of a micro-batch by length, and tokens of all of them. A kernel works in tiles of some 128
+# tokens, and a prompt of 16 takes it more than half as long: so short lengths lie close.
 _ATTENDED = (
-    (128, 16384), (2048, 16384), (16, 16384), (512, 16384), (128, 2048), (512, 2048), (16, 2048),
-    (8192, 16384), (128, 512), (512, 512), (16, 512),
+    (128, 16384), (2048, 16384), (16, 16384), (512, 16384), (64, 16384), (256, 16384),
+    (128, 2048), (512, 2048), (16, 2048), (64, 2048), (256, 2048),
+    (8192, 16384), (128, 512), (512, 512), (16, 512), (64, 512), (256, 512),
 )  # fmt: skip
 
 PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")

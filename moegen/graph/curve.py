@@ -14,6 +14,9 @@ from moegen.graph.checks import number
 from moegen.graph.features import FEATURES_OF
 from moegen.graph.layer import Phase
 
+# What carries rows up the link beside copies of weights: these slow it, to half of its speed.
+BESIDE_COPIES = frozenset({"recv_attn"})
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -42,16 +45,18 @@ class Curve:
     more_s : float, optional
         What the issuing thread takes for each kernel or copy of a task beyond the first; as much
         as for that unless given.
+    once_s : float, optional
+        Of ``seconds``, what a task does once, however many kernels it launches; 0 unless given.
     crowded : nested sequence of float, shape as seconds, optional
-        Seconds of one kernel while zero-copy kernels are at work beside it all the time; several
-        of a task wait for them once.
+        Seconds of one kernel while zero-copy kernels are at work beside it all the time, or
+        copies of weights (of ops in `BESIDE_COPIES`); several of a task wait for them once.
 
     Raises
     ------
     InvalidInput
         If ops, features or the phase are not known, a number is not finite and positive (a
-        spread, issue_s, turn_s: not negative), an axis does not rise, or seconds fall along the
-        first one.
+        spread, issue_s, turn_s: not negative), an axis does not rise, seconds fall along the
+        first one, or once_s is above the least of them.
     """
 
     ops: tuple[str, ...]
@@ -63,6 +68,7 @@ class Curve:
     issue_s: tuple[Any, ...] | None = None
     turn_s: tuple[Any, ...] | None = None
     more_s: float | None = None
+    once_s: float | None = None
     crowded: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -103,9 +109,16 @@ class Curve:
         if self.crowded is not None:
             crowded = _grid(self.crowded, shape, f"{name}: crowded", above=0)
             object.__setattr__(self, "crowded", crowded)
-        if self.more_s is not None:
-            more_s = number(self.more_s, f"{name}: more_s", at_least=0)
-            object.__setattr__(self, "more_s", more_s)
+        for field in ("more_s", "once_s"):
+            if (value := getattr(self, field)) is not None:
+                value = number(value, f"{name}: {field}", at_least=0)
+                object.__setattr__(self, field, value)
+        least_s = float(np.min(seconds))
+        if self.once_s is not None and self.once_s > least_s:
+            raise InvalidInput(
+                f"{name}: once_s is {self.once_s:g}, and is part of the seconds, of which the "
+                f"least are {least_s:g}"
+            )
         self._check_rising()
 
     def _check_rising(self) -> None:

@@ -18,6 +18,7 @@ The file is JSON::
         "issue_s": [1.4e-05, 1.5e-05],
         "turn_s": [9e-06, 9e-06],
         "more_s": null,
+        "once_s": null,
         "crowded": null},
        ...],
      "company": [
@@ -35,7 +36,8 @@ innermost, and ``spread``, where it is known, the relative standard deviation of
 one value says which shape was measured. Seconds do not fall along the first axis, so whoever
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
 takes to hand one over and ``turn_s`` what it takes for the task before that, for each value of
-``seconds`` too; ``more_s`` is what it takes for each further one of a task, and ``crowded`` are
+``seconds`` too; ``more_s`` is what it takes for each further one of a task; ``once_s`` is what of
+the seconds a task takes once, however many kernels it launches; and ``crowded`` are
 the seconds beside zero-copy kernels (`moegen.graph.curve`). An op may have several curves: of the
 widths of several models, or of one phase each (``null`` is both). ``company`` says what a resource
 gives while another is in use (`moegen.graph.company`), and ``latencies``, if they are there, how
@@ -66,7 +68,7 @@ FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "more_s", "crowded")
+_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "more_s", "once_s", "crowded")
 _CURVE = ("ops", "source", "axes", "seconds", *_MAY_LACK)
 _COMPANY = ("resource", "beside", "share", "source")
 

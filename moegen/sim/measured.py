@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from moegen.errors import GraphError
-from moegen.graph.curve import Curve
+from moegen.graph.curve import BESIDE_COPIES, Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.layer import Phase
@@ -48,8 +48,8 @@ class Measured(Roofline):
     that (`moegen.sim.capacities.InCompany`) and not on the machine's ``host_bytes_per_s`` and
     ``duplex_bytes_per_s``: zero-copy kernels (lanes KV and ACT) then also draw on what such
     kernels get of the link, and host memory is what CPU attention gets of it, which copies
-    disturb rather than draw on. What lane ACT moves draws on nothing where it was measured: that
-    was beside copies of weights, which it is too small to slow.
+    disturb rather than draw on. What lane ACT moves draws on nothing where it was measured: it is
+    too small to slow copies of weights. How much these slow it is in its curve.
 
     Parameters
     ----------
@@ -134,13 +134,14 @@ class Measured(Roofline):
         except ZeroDivisionError:
             raise GraphError(_nothing_of(task.op, work)) from None
         seconds, provenance = read.seconds, read.provenance
-        if line.of_one:
-            seconds *= work.launches
         if read.edge is not None:
             seconds *= self._physics(lane, work) / self._physics(lane, read.edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        return Alone(seconds + further_s, provenance, read.issue_s, read.turn_s, read.keeps)
+        keeps = {}
+        if read.keeps < 1:
+            keeps = {"h2d" if task.op in BESIDE_COPIES else "zero_copy": read.keeps}
+        return Alone(seconds + further_s, provenance, read.issue_s, read.turn_s, keeps)
 
 
 class _Reading(NamedTuple):
@@ -154,8 +155,8 @@ class _Reading(NamedTuple):
         The work nearest to it that is within the grid, None if it is itself.
     issue_s, turn_s : float
         What the issuing thread takes for all that the work launches, and before that.
-    keeps : dict of str to float
-        The share of its speed that it keeps beside zero-copy kernels in full use.
+    keeps : float
+        The share of its speed that it keeps beside what crowds it, in full use.
     """
 
     seconds: float
@@ -163,7 +164,7 @@ class _Reading(NamedTuple):
     edge: Work | None
     issue_s: float
     turn_s: float
-    keeps: dict[str, float]
+    keeps: float
 
 
 class _Line:
@@ -176,7 +177,7 @@ class _Line:
         self.of_one = "launches" not in curve.axes
         self._launches = curve.axes.get("launches", (1.0,))
         self._issue_s, self._turn_s, self._more_s = curve.issue_s, curve.turn_s, curve.more_s
-        self._crowded = curve.crowded
+        self._crowded, self._once_s = curve.crowded, curve.once_s or 0.0
 
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""
@@ -192,16 +193,16 @@ class _Line:
     def at(self, work: Work) -> _Reading:
         """All that there is at ``work``, or where the grid ends before it."""
         places, edge, exact = self._places(work)
-        seconds = _read(self._seconds, places, 0)
+        one_s = seconds = _read(self._seconds, places, 0)
+        if self.of_one:
+            seconds = one_s * work.launches - (work.launches - 1) * self._once_s
         provenance = Provenance.MEASURED if exact else Provenance.INTERPOLATED
         if edge is not None:
             provenance = Provenance.EXTRAPOLATED
         turn_s = 0.0 if self._turn_s is None else _read(self._turn_s, places, 0)
-        keeps = {}
+        keeps = 1.0
         if self._crowded is not None:
-            alone_s = seconds * work.launches if self.of_one else seconds
-            share = alone_s / (alone_s + _read(self._crowded, places, 0) - seconds)
-            keeps = {"zero_copy": share} if share < 1 else {}
+            keeps = seconds / (seconds + _read(self._crowded, places, 0) - one_s)
         return _Reading(seconds, provenance, edge, self._issued_s(work, places), turn_s, keeps)
 
     def _issued_s(self, work: Work, places: Sequence[tuple[int, float]]) -> float:
