@@ -94,5 +94,6 @@ def _situation(of: Data) -> str:
     return (
         f"- {of['name']}: {weights}; B = {s['B']:,}, b_a = {s['b_a']}, {slots}, "
         f"{of['context']:,} tokens of context, ω = {s['omega']:g}; delays of an op add "
-        f"{of['share']:.0%} to a step, and twice that."
+        f"{of['share']:.0%} to a step, and twice that; stretches of {of['steps']} steps, "
+        f"{of['rounds']} rounds."
     )
