@@ -91,7 +91,8 @@ def _once_s(points: Mapping[_At, Sequence[_Value]]) -> float | None:
     for (first, *rest), several in points.items():
         row = sorted(rows[tuple(rest)].items())
         if row and row[0][0] <= first <= row[-1][0]:
-            one_s = np.interp(first, *zip(*row, strict=True))
+            firsts, seconds = zip(*row, strict=True)
+            one_s = float(np.interp(first, firsts, seconds))
             found += [(one_s - v.seconds) / (1 - 1 / v.launches) for v in several if v.launches > 1]
     return max(0.0, float(np.median(found))) if found else None
 
