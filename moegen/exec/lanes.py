@@ -171,8 +171,9 @@ class CpuStream:
         try:
             self._thread.start()
         except BaseException:
-            if self._thread.ident is not None:  # an interrupt came once it was there
-                self.close()
+            self._queue.put(None)  # after an interrupt the thread may be there, or be yet to come
+            if self._thread.ident is not None:
+                self._thread.wait()
             raise
 
     @torch.inference_mode()
