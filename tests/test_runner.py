@@ -364,6 +364,20 @@ def test_runs_that_overlap_leave_the_interpreter_as_it_was():
 
 
 @pytest.mark.cpu
+def test_thresholds_that_the_caller_sets_during_a_run_stay(engine):
+    thresholds = gc.get_threshold()
+    ours = (thresholds[0] + 1, *thresholds[1:])
+    try:
+        engine.generate(PROMPTS, 3, on_finish=lambda *_: gc.set_threshold(*ours))
+        assert gc.get_threshold() == ours
+        gc.set_threshold(0)  # never at all
+        with runner.undisturbed():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("old", [1, 10**6])
 def test_no_run_waits_until_all_objects_have_been_looked_through(engine, old):
     seen = []
