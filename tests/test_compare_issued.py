@@ -68,6 +68,24 @@ def test_a_task_that_waits_for_the_thread_is_not_long():
     assert parts(cost(issue_s=slow), cost(issue_s=slow, work=7.0)) == [-1.75, 0.0, 0.0]
 
 
+def test_an_end_that_came_sooner_after_the_thread_is_no_overhead():
+    """The replay has a task's duration as it was, however late the prediction has its end."""
+    slow = {"rows": 0.25, "work": 6.0, "tokens": 0.25}
+    late = cost(Latencies(gpu_to_host_s=0.5, issued_to_end_s=0.125), slow)
+    assert parts(late, cost(issue_s=slow))[2] == 0.0
+
+
+def test_what_lasted_little_longer_than_its_launch_took_tells_nothing_of_its_work():
+    graph, real = TaskGraph((task("copy", "BULK"),), ()), fixed({"copy": 0.5}, 1.0)
+    predicted = mg.simulate(graph, real)
+    assert predicted.makespan_s == 1.5
+    for end_s, alone_s in ((1.625, 0.5), (2.25, 1.25)):
+        ids, start_s = predicted.ids, predicted.start_s
+        run = Timeline(graph, ids, start_s, np.array([end_s]), source="measured")
+        split = Split(Pairs(predicted, run), 1.5, end_s)
+        assert split.alone_s == pytest.approx([alone_s])
+
+
 def test_contention_beside_the_thread_is_contention():
     graph = TaskGraph((task("a", "BULK"), task("b", "KV")), (edge("a", "b", "DATA", 1),))
 
