@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from issued import Issued, fixed
 
 import moegen as mg
-from moegen.comparison.split import PARTS
+from moegen.comparison.pairs import Pairs
+from moegen.comparison.split import PARTS, Split
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import TaskGraph
 from moegen.sim.cost import CostModel
@@ -67,6 +68,24 @@ def test_a_task_that_waits_for_the_thread_is_not_long():
     assert parts(cost(issue_s=slow), cost(issue_s=slow, work=7.0)) == [-1.75, 0.0, 0.0]
 
 
+def test_an_end_that_came_sooner_after_the_thread_is_no_overhead():
+    """The replay has a task's duration as it was, however late the prediction has its end."""
+    slow = {"rows": 0.25, "work": 6.0, "tokens": 0.25}
+    late = cost(Latencies(gpu_to_host_s=0.5, issued_to_end_s=0.125), slow)
+    assert parts(late, cost(issue_s=slow))[2] == 0.0
+
+
+def test_what_lasted_little_longer_than_its_launch_took_tells_nothing_of_its_work():
+    graph, real = TaskGraph((task("copy", "BULK"),), ()), fixed({"copy": 0.5}, 1.0)
+    predicted = mg.simulate(graph, real)
+    assert predicted.makespan_s == 1.5
+    for end_s, alone_s in ((1.625, 0.5), (2.25, 1.25)):
+        ids, start_s = predicted.ids, predicted.start_s
+        run = Timeline(graph, ids, start_s, np.array([end_s]), source="measured")
+        split = Split(Pairs(predicted, run), 1.5, end_s)
+        assert split.alone_s == pytest.approx([alone_s])
+
+
 def test_contention_beside_the_thread_is_contention():
     graph = TaskGraph((task("a", "BULK"), task("b", "KV")), (edge("a", "b", "DATA", 1),))
 
@@ -95,7 +114,7 @@ def test_parts_sum_to_the_error_and_what_came_true_has_no_overhead(seed, steps):
             capacities={"h2d": 1.0, "d2h": 1.0, "host_memory": 1.2},
         )
         issue_s = {t.id: float(rng.random()) for t in graph}
-        return Issued(of, issue_s, Latencies(*rng.random(3).tolist()))
+        return Issued(of, issue_s, Latencies(*rng.random(5).tolist()))
 
     predicted, real = made(), made()
     run = mg.simulate(graph, real, steps)
@@ -105,6 +124,23 @@ def test_parts_sum_to_the_error_and_what_came_true_has_no_overhead(seed, steps):
     assert result.parts["seconds"].sum() == pytest.approx(result.error_s, abs=1e-9 * scale)
     true = mg.compare(real, replace_times(run, None)).parts["seconds"]
     assert true["untracked overhead"] == pytest.approx(0.0, abs=1e-9 * scale)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 3))
+def test_of_a_run_that_came_true_every_task_would_have_taken_what_was_predicted(seed, steps):
+    """However late its launches came, and its end."""
+    rng = np.random.default_rng(seed)
+    graph = random_graph(rng)
+    issue_s = {t.id: float(rng.random() * (rng.random() < 0.8)) for t in graph}
+    latencies = Latencies(*rng.random(5).tolist())
+    real = Issued(CostModel.fixed(random_durations(rng, graph)), issue_s, latencies)
+    run = replace_times(mg.simulate(graph, real, steps), None)
+    predicted = mg.simulate(graph, real, steps)
+    pairs = Pairs(predicted, run)
+    split = Split(pairs, predicted.period_s, run.period_s)
+    expected_s = [real.seconds(graph[i._replace(step=0)]) for i in run.ids]
+    assert split.alone_s == pytest.approx(np.array(expected_s)[pairs.after], abs=1e-9)
 
 
 def replace_times(run: Timeline, rng: np.random.Generator | None) -> Timeline:

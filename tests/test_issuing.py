@@ -88,6 +88,9 @@ def test_the_last_of_several_kernels_ends_after_the_thread_is_through():
     graph = TaskGraph((task("a", "GPU"), task("b", "GPU"), task("c", "GPU")), ())
     cost = fixed({"a": 1, "b": 1, "c": 9}, 2.0, Latencies(0, 0, 0, 0.5, 0.25))
     assert times(simulate(graph, cost)) == {"a": (0.5, 2.25), "b": (2.5, 4.25), "c": (4.5, 13.5)}
+    # What takes the thread nothing is not launched.
+    some = fixed({"a": 1, "b": 1, "c": 9}, {"a": 2.0}, Latencies(0, 0, 0, 0.5, 0.25))
+    assert times(simulate(graph, some)) == {"a": (0.5, 2.25), "b": (2.25, 3.25), "c": (3.25, 12.25)}
     # On CPU lanes a thread works for a lane itself.
     cpu = TaskGraph((task("a", "CPU"),), ())
     assert times(simulate(cpu, cost)) == {"a": (0.0, 2.0)}

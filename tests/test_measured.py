@@ -390,6 +390,8 @@ def test_what_copies_of_weights_slow_keeps_a_share_beside_them():
     model = Measured(table(COPY, received, company=COMPANY))
     told = model.estimate(task("recv_attn", "ACT", Work(h2d_bytes=20)))
     assert told.seconds == 5 and told.keeps == {"h2d": 1 / 3} and told.demands == {}
+    alone = Measured(table(COPY, received)).estimate(task("recv_attn", "ACT", Work(h2d_bytes=20)))
+    assert alone.keeps == {} and alone.demands["h2d"] == 20
 
 
 def test_what_a_task_does_once_it_does_once():

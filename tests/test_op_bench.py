@@ -17,11 +17,12 @@ from small_models import deepseek, mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
+from moegen.exec.issue import Times  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
-from moegen.graph.task import Lane  # noqa: E402
+from moegen.graph.task import Lane, Task  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
@@ -134,12 +135,13 @@ def decode(engine, rows=12, group=1):
     return mg.build(engine.model, strategy(engine.model, rows, rows // 2, 0.5, group), kv_len=16)
 
 
+def prefill(engine):
+    return mg.build(engine.model, strategy(engine.model, 4, 2, 0.0, 1), "prefill", prompt_len=16)
+
+
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
-    g = decode(engine)
-    if phase == "prefill":
-        s = strategy(engine.model, 4, 2, 0.0, 1)
-        g = mg.build(engine.model, s, "prefill", prompt_len=16)
+    g = decode(engine) if phase == "decode" else prefill(engine)
     with op_bench(g, engine.machinery, bench) as ops:
         for op in dict.fromkeys(t.id.op for t in g):
             found = ops.time(op, SPAN_S)
@@ -187,6 +189,44 @@ def test_what_goes_up_the_link_is_timed_by_itself_and_beside_copies_of_weights(
         asked.clear()
         (sent,) = ops.time("send_qkv", SPAN_S)
         assert asked == [[Lane.BULK]] and sent.crowded_s is None
+
+
+def handed(task: Task, issue_s: float, *, starts_s: float, lasts_s: float = 1.0) -> Times:
+    """Turned to at 0 and handed over at 1; ``starts_s`` after that."""
+    at_s = 1.0 + starts_s
+    return Times(task.id._replace(step=2), at_s, at_s + lasts_s, 0.0, 1.0, 1.0 + issue_s)
+
+
+@pytest.mark.parametrize("op", ["route", "copy_expert"])
+def test_host_code_is_that_of_tasks_that_worked_and_their_lane_waited_for(engine, bench, op):
+    with op_bench(decode(engine), engine.machinery, bench) as ops:
+        task, *_ = ops.tasks(op)
+
+        def issue_s(*times: Times) -> float:
+            ops.records = list(times)
+            return ops._host_s([task])["issue_s"]
+
+        early = [handed(task, s, starts_s=99.0) for s in (1.0, 2.0, 12.0)]
+        late = [handed(task, s, starts_s=0.5) for s in (3.0, 4.0, 14.0)]
+        idle = [handed(task, 0.0, starts_s=99.0, lasts_s=0.0)] * 9
+        # Of copies of weights a low quantile, for others waited for room in a queue.
+        first, second = (2.0, 4.0) if op == "route" else (1.2, 3.2)
+        assert issue_s(*early, *idle) == pytest.approx(first)
+        assert issue_s(*early, *late) == pytest.approx(second)
+        assert issue_s(*early, late[0]) != issue_s(late[0])  # one is not enough
+        ops.records = idle
+        assert ops._host_s([task]) == {}
+
+
+def test_host_code_of_waves_is_that_of_tasks_that_soon_began(engine, bench):
+    with op_bench(prefill(engine), engine.machinery, bench) as ops:
+        task, *_ = ops.tasks("route")
+        ahead = [handed(task, s, starts_s=99.0) for s in (1.0, 2.0, 12.0)]
+        soon = [handed(task, s, starts_s=0.015) for s in (0.003, 0.005)]
+        ops.records = ahead + soon
+        assert ops._host_s([task]) == pytest.approx({"issue_s": 0.004, "turn_s": 1.0})
+        ops.records = ahead  # surely of those that did not wait
+        assert ops._host_s([task])["issue_s"] == pytest.approx(1.2)
 
 
 def test_attention_on_the_cpu_reads_other_rows_each_time(engine, bench, monkeypatch):

@@ -68,6 +68,11 @@ def test_a_copy_of_weights_is_handed_over_as_the_quickest_was():
     some = [copy(n, n, issue_s=s) for n, s in ((1, 0.0), (2, 3e-6), (3, 5e-6), (4, 90e-6))]
     assert only(curves(some, SOURCE)).issue_s == pytest.approx((3e-6,) * 4)
     assert only(curves([copy(1, 1.0), copy(2, 2.0)], SOURCE)).issue_s == (0.0, 0.0)
+    # Of a group it is that of each copy, and of one alone where there was one.
+    group = at("copy_expert", 6.0, h2d_bytes=4, launches=4, issue_s=8e-6)
+    alone = at("copy_expert", 3.0, h2d_bytes=3, issue_s=5e-6)
+    assert only(curves([group], SOURCE)).issue_s == pytest.approx((2e-6,))
+    assert only(curves([group, alone], SOURCE)).issue_s == pytest.approx((5e-6, 5e-6))
 
 
 def test_a_step_of_more_rows_takes_longer_to_bind():
@@ -122,8 +127,10 @@ def test_several_kernels_tell_what_a_task_does_once():
     # Where nothing was timed alone, or several are no faster, it is none.
     assert only(curves([gates(1, 5.0), gates(2, 14.0, 5)], SOURCE)).once_s is None
     assert only(curves([gates(1, 5.0), gates(3, 7.0), gates(2, 40.0, 5)], SOURCE)).once_s == 0.0
-    # It is no more than all of it.
-    assert only(curves([gates(1, 1.0), gates(3, 9.0), gates(2, 0.5, 5)], SOURCE)).once_s == 1.0
+    # It is no more than all of it, nor than all of them take.
+    assert only(curves([gates(1, 1.0), gates(3, 9.0), gates(2, 4.0, 5)], SOURCE)).once_s == 1.0
+    few = only(curves([gates(1, 1.0), gates(3, 9.0), gates(2, 0.5, 5)], SOURCE))
+    assert few.once_s == 0.5 and [x for (x,) in few.seconds] == pytest.approx([0.75, 0.75, 9.0])
 
 
 def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell():

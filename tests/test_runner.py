@@ -20,7 +20,7 @@ from handmade import random_graph  # noqa: E402
 from tiny import tiny_mixtral  # noqa: E402
 
 from moegen.errors import DeadlockError  # noqa: E402
-from moegen.exec import generate, issue, runner, threads  # noqa: E402
+from moegen.exec import generate, issue, lanes, runner, threads  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.issue import UNRESOLVED, WINDOW, Issuer  # noqa: E402
 from moegen.exec.kernels import KERNELS  # noqa: E402
@@ -224,7 +224,7 @@ def test_long_runs_do_not_grow(engine, monkeypatch):
 
     def watch(report):
         r = runs[-1]
-        kept = {index for q in r.issuer._queues.values() for index in q.records}
+        kept = {index for q in r.issuer._queues.values() for index in list(q.records)}
         most["records"] = max(most["records"], len(kept))
         most["steps"] = max(most["steps"], len(r.issuer.steps))
         most["recorded"] = max(most["recorded"], len(r.on_records.__self__._steps))
@@ -361,6 +361,35 @@ def test_runs_that_overlap_leave_the_interpreter_as_it_was():
     assert sys.getswitchinterval() <= 1e-4 and gc.get_threshold() != thresholds
     second.__exit__(None, None, None)
     assert sys.getswitchinterval() == interval and gc.get_threshold() == thresholds
+
+
+@pytest.mark.cpu
+def test_clocks_are_read_without_waiting_for_what_has_ended(engine, monkeypatch):
+    """A wait lets go of the interpreter, however short it is."""
+    ready, synchronize = [], lanes.CpuEvent.synchronize
+
+    def spied(self):
+        if threading.current_thread().name in ("moegen-issue", "MainThread"):
+            ready.append(self.ready())
+        synchronize(self)
+
+    monkeypatch.setattr(lanes.CpuEvent, "synchronize", spied)
+    engine.generate(PROMPTS, 6, ignore_eos=True)
+    assert not any(ready)
+
+
+@pytest.mark.cpu
+def test_thresholds_that_the_caller_sets_during_a_run_stay(engine):
+    thresholds = gc.get_threshold()
+    ours = (thresholds[0] + 1, *thresholds[1:])
+    try:
+        engine.generate(PROMPTS, 3, on_finish=lambda *_: gc.set_threshold(*ours))
+        assert gc.get_threshold() == ours
+        gc.set_threshold(0)  # never at all
+        with runner.undisturbed():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 @pytest.mark.cpu

@@ -23,8 +23,8 @@ came late after that start, waiting for its launch, it is part of the duration. 
 prediction knows what the issuing thread takes (`moegen.sim.issuing`), all three hand tasks over
 as it says: what the thread takes is then no overhead that nobody tracked, what it takes beyond
 that is. Its alone-equivalent duration is then that of the work: of a copy from its launch on, as
-the replay has that, and of a task that lasted no longer than the thread was at it what was
-predicted.
+the replay has that, and of a task that lasted no longer than the thread kept it from ending what
+was predicted.
 """
 
 from __future__ import annotations
@@ -163,27 +163,31 @@ class Split:
         A task that lasted little longer than the issuing thread held it tells nothing of its
         work, which is then held to be what was predicted.
         """
-        lasted_s, held_s, late = self._pairs.measured_s, self._held_s, self._launched_last
-        unknown = lasted_s <= np.where(late, 2.0, _HELD) * held_s
+        lasted_s, (launched_s, held_s) = self._pairs.measured_s, self._waits_s
+        unknown = (lasted_s <= _HELD * held_s) | (lasted_s <= 2 * launched_s)
         predicted_s = np.minimum(lasted_s, self._predicted_s / speeds)
-        return np.where(unknown, predicted_s, lasted_s - late * held_s) * speeds
+        return np.where(unknown, predicted_s, lasted_s - launched_s) * speeds
 
     @cached_property
-    def _held_s(self) -> np.ndarray:
-        """For how long after its start each task's last launch was still to come, in the replay,
-        or the thread was still at it; [N]."""
+    def _waits_s(self) -> tuple[np.ndarray, np.ndarray]:
+        """For how long after its start, in the replay, each task could not work yet, since its
+        launch was still to come, and could not end; both of shape [N].
+        """
+        n = len(self._kinds)
         if not self._shared or not issued(self._costs):
-            return np.zeros(len(self._kinds))
+            return np.zeros(n), np.zeros(n)
         measured_s = self._pairs.measured_s.tolist()
         of = self._graph, self._costs, self._kinds, measured_s
         run = IssuedRun(*of, None, self._rule.latencies)
         run()
-        launch_s = self._rule.latencies.issue_to_start_s * self._launched_last
-        return np.maximum(0.0, np.array(run.done_s) - launch_s - run.start_s)
+        launched_s = np.array([run.launched_s(at) for at in range(n)])
+        held_s = np.array([run.held_s(at) for at in range(n)])
+        waits_s = np.maximum(0.0, [launched_s, held_s] - np.array(run.start_s))
+        return waits_s[0] * self._launched_last, waits_s[1]
 
     @cached_property
     def _launched_last(self) -> np.ndarray:
-        """Whether a task's work begins only when the thread is through with it; [N]."""
+        """Whether a task's work begins only with the last of its launches; [N]."""
         of_step = [t.lane in LAUNCHED_LAST for t in self._graph]
         return np.tile(of_step, len(self._kinds) // len(of_step))
 
@@ -192,7 +196,7 @@ class Split:
         of its run in which others drew on what it draws on; both of shape [N].
         """
         begin, end = self._spans()
-        begin = np.minimum(end, begin + self._held_s * self._launched_last)
+        begin = np.minimum(end, begin + self._waits_s[0])
         together = _Together(self._costs, self._rule)
         draws = [together.draw(kind) for kind in self._kinds]
         progress, disturbed = [0.0] * len(begin), [0.0] * len(begin)

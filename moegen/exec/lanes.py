@@ -171,8 +171,9 @@ class CpuStream:
         try:
             self._thread.start()
         except BaseException:
-            if self._thread.ident is not None:  # an interrupt came once it was there
-                self.close()
+            self._queue.put(None)  # after an interrupt the thread may be there, or be yet to come
+            if self._thread.ident is not None:
+                self._thread.wait()
             raise
 
     @torch.inference_mode()
@@ -297,7 +298,8 @@ def _hold(seconds: float) -> None:
 def prepare_delays(device: torch.device) -> None:
     """Compile what a delay on ``device`` takes, so that the first one does not have to."""
     if device.type == "cuda":
-        _hold(0.0)
+        with torch.cuda.device(device):
+            _hold(0.0)
         settle(device)
 
 

@@ -49,7 +49,8 @@ class Timed(NamedTuple):
     turn_s : float
         What it took before, once it could: putting waits before it, binding its step.
     crowded_s : float or None
-        The mean of the runs beside zero-copy kernels; None where there were none.
+        The mean of the runs beside zero-copy kernels, or copies of weights (of ops in
+        `moegen.graph.curve.BESIDE_COPIES`); None where there were none.
     """
 
     task: Task

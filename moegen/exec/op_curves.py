@@ -66,7 +66,7 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
-        # What it waits for beside zero-copy kernels it waits for once, however many it launches.
+        # What it waits for in a crowd it waits for once, however many it launches.
         wait_s = math.nan if t.crowded_s is None else t.crowded_s - t.seconds
         by_op[op, phase][at].append(
             _Value(t.seconds / n, t.spread, t.issue_s, t.turn_s, t.seconds / n + wait_s, n)
@@ -81,8 +81,8 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
 
 def _once_s(points: Mapping[_At, Sequence[_Value]]) -> float | None:
     """What a task takes once, however many kernels it launches: by how much each of several is
-    faster than one alone would be, which is between those that were timed; None if nothing tells.
-    """
+    faster than one alone would be, which is between those that were timed, and no more than all
+    that any task takes; None if nothing tells."""
     rows: dict[_At, dict[float, float]] = defaultdict(dict)
     for at, several in points.items():
         if ones := [v.seconds for v in several if v.launches == 1]:
@@ -94,7 +94,10 @@ def _once_s(points: Mapping[_At, Sequence[_Value]]) -> float | None:
             firsts, seconds = zip(*row, strict=True)
             one_s = float(np.interp(first, firsts, seconds))
             found += [(one_s - v.seconds) / (1 - 1 / v.launches) for v in several if v.launches > 1]
-    return max(0.0, float(np.median(found))) if found else None
+    if not found:
+        return None
+    least_s = min(v.seconds * v.launches for several in points.values() for v in several)
+    return min(max(0.0, float(np.median(found))), least_s)
 
 
 def _mean(several: Sequence[_Value], once_s: float) -> _Value:
@@ -153,8 +156,8 @@ def _curve(op: str, phase: Any, source: str, points: _Found, once_s: float | Non
 
 def _filled(seconds: np.ndarray, crowded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
     """Seconds that do not fall along the first axis, as more takes no less and noise turned them
-    round, and those of every point beside zero-copy kernels, None if that was never seen: where
-    it was not, the median ratio of the points where it was."""
+    round, and those of every point in a crowd, None if that was never seen: where it was not, the
+    median ratio of the points where it was."""
     ratio = crowded / seconds
     seconds = _rising(seconds)
     if np.isnan(ratio).all():
@@ -184,7 +187,9 @@ def _issued_s(
     if op in _BINDS:
         return _by_size(issue_s), None
     if op in _COPIES:
-        return np.full(issue_s.shape, issue_s[timed].min()), None
+        of_one = timed & (launches == 1)
+        of = of_one if of_one.any() else timed
+        return np.full(issue_s.shape, (issue_s / launches)[of].min()), None
     one, several = timed & (launches == 1), timed & (launches > 1)
     if not one.any() or not several.any():
         return np.full(issue_s.shape, np.median((issue_s / launches)[timed])), None

@@ -223,7 +223,7 @@ class _Undisturbed:
         self._lock = threading.Lock()
         self._runs = 0
         self._switch_interval_s = 0.0
-        self._thresholds = gc.get_threshold()
+        self._thresholds = self._rarely = gc.get_threshold()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -240,6 +240,7 @@ class _Undisturbed:
                 sys.setswitchinterval(min(self._switch_interval_s, SWITCH_INTERVAL_S))
                 self._thresholds = young, middle, old = gc.get_threshold()
                 gc.set_threshold(young, middle, max(old, FULL_COLLECTION))
+                self._rarely = gc.get_threshold()
         try:
             yield
         finally:
@@ -247,7 +248,8 @@ class _Undisturbed:
                 self._runs -= 1
                 if self._runs == 0:
                     sys.setswitchinterval(self._switch_interval_s)
-                    gc.set_threshold(*self._thresholds)
+                    if gc.get_threshold() == self._rarely:  # else the caller has set his own
+                        gc.set_threshold(*self._thresholds)
 
 
 undisturbed = _Undisturbed()

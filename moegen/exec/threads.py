@@ -43,8 +43,12 @@ class Worker(threading.Thread):
             super().start()
             return
         with own_torch_threads():
-            super().start()
-            self._begun.wait()
+            try:
+                super().start()
+                self._begun.wait()
+            finally:  # after an interrupt too: what it sets is put back only then
+                if self.ident is not None:
+                    self._begun.wait()
 
     def run(self) -> None:
         try:

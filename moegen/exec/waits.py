@@ -29,7 +29,7 @@ def latencies(records: Iterable[Sequence[Times]], *, on_gpu: bool) -> Latencies:
     Parameters
     ----------
     records : iterable of sequence of Times
-        Of runs of decode steps.
+        Of runs of steps.
     on_gpu : bool
         Whether lanes are streams of a GPU, which can wait for launches.
     """

@@ -24,8 +24,8 @@ class Latencies:
         From when the thread begins to hand a task over to when a GPU begins it. About as long
         passes from its last launch to when the thread is through: most of both is an event.
     issued_to_end_s : float
-        From when the thread is through with a task of several kernels to its end on a GPU that
-        waited for each of them.
+        From when the thread is through with a task to its end at the earliest, on a GPU that
+        waited for its launches; measured of tasks of several kernels.
 
     Raises
     ------

@@ -25,7 +25,8 @@ The file is JSON::
        {"resource": "h2d", "beside": "host_memory", "share": 0.85,
         "source": "measured: copies beside CPU attention"},
        ...],
-     "latencies": {"gpu_to_host_s": 3e-05, "cpu_to_host_s": 2e-05, "gpu_to_cpu_s": 4e-05}}
+     "latencies": {"gpu_to_host_s": 3e-05, "cpu_to_host_s": 2e-05, "gpu_to_cpu_s": 4e-05,
+                   "issue_to_start_s": 3.5e-05, "issued_to_end_s": 2e-05}}
 
 ``machine`` is a `HardwareSpec` field by field: the names of GPU and CPU, which say whose file
 this is, and the rates that hold where nothing was measured. ``peaks`` are what the data sheets
@@ -37,11 +38,12 @@ one value says which shape was measured. Seconds do not fall along the first axi
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
 takes to hand one over and ``turn_s`` what it takes for the task before that, for each value of
 ``seconds`` too; ``more_s`` is what it takes for each further one of a task; ``once_s`` is what of
-the seconds a task takes once, however many kernels it launches; and ``crowded`` are
-the seconds beside zero-copy kernels (`moegen.graph.curve`). An op may have several curves: of the
-widths of several models, or of one phase each (``null`` is both). ``company`` says what a resource
-gives while another is in use (`moegen.graph.company`), and ``latencies``, if they are there, how
-long it takes to notice that a task has ended (`moegen.graph.latencies`).
+the seconds a task takes once, however many kernels it launches; and ``crowded`` are the seconds
+beside zero-copy kernels, or beside copies of weights (`moegen.graph.curve`). An op may have several
+curves: of the widths of several models, or of one phase each (``null`` is both). ``company`` says
+what a resource gives while another is in use (`moegen.graph.company`), and ``latencies``, those
+that are there, how long it takes to notice that a task has ended and how long launches take to a
+GPU (`moegen.graph.latencies`); one that is not there is 0.
 """
 
 from __future__ import annotations

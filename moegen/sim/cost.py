@@ -101,7 +101,7 @@ class CostModel(ABC):
         Which resources give less while which others are in use, where that was measured: what
         ``capacities`` rests on then.
     latencies : Latencies
-        What it takes to notice an end where no stream waits by itself; see `moegen.sim.issuing`.
+        What passes between the issuing thread and who works for it; see `moegen.sim.issued`.
     """
 
     by_work = False

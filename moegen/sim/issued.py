@@ -121,10 +121,14 @@ class IssuedRun:
         self._thread.start()
         self._clock.run()
 
-    @property
-    def done_s(self) -> Sequence[float]:
-        """When the thread is through with each task, shape [steps * n]."""
-        return self._thread.done_s
+    def launched_s(self, at: int) -> float:
+        """From when on a task that is launched last of all can do its work."""
+        return self._thread.done_s[at] - self._lane_of[at % self._n].begins_s
+
+    def held_s(self, at: int) -> float:
+        """Until when a task cannot end, whatever its work."""
+        late_s = self._lane_of[at % self._n].ends_s if self._issue_s[at] > 0 else 0.0
+        return self._thread.done_s[at] + late_s
 
     def standing(self) -> list[str]:
         """What the thread waits for, where that never came."""
@@ -168,7 +172,7 @@ class IssuedRun:
             self.start_s[at] = clock.now
             if self._seconds[at] > 0:
                 if self._fluid is not None:
-                    launched_s = self._thread.done_s[at] - lane.begins_s
+                    launched_s = self.launched_s(at)
                     if lane.launched_last and launched_s > clock.now:
                         clock.at(launched_s, lambda: self._launched(lane))
                     else:
@@ -200,11 +204,11 @@ class IssuedRun:
 
     def _worked(self, lane: _Lane) -> bool:
         """The lane's task has done its work; it ends now, unless the thread is not through."""
-        done_s = self._thread.done_s[lane.at]
-        if self._fluid is not None and self._issue_s[lane.at] > 0:
-            done_s += lane.ends_s
-        if done_s > self._clock.now:
-            self._clock.at(done_s, lambda: self._late(lane))
+        # Durations that were measured have in them how late an end was.
+        at = lane.at
+        held_s = self._thread.done_s[at] if self._fluid is None else self.held_s(at)
+        if held_s > self._clock.now:
+            self._clock.at(held_s, lambda: self._late(lane))
             return False
         self._end(lane)
         return True

@@ -138,9 +138,10 @@ class Measured(Roofline):
             seconds *= self._physics(lane, work) / self._physics(lane, read.edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        keeps = {}
-        if read.keeps < 1:
-            keeps = {"h2d" if task.op in BESIDE_COPIES else "zero_copy": read.keeps}
+        slowed_by = "h2d" if task.op in BESIDE_COPIES else "zero_copy"
+        # Without company it draws on the link itself, and shares it with copies so.
+        known = read.keeps < 1 and (slowed_by == "zero_copy" or self.table.company)
+        keeps = {slowed_by: read.keeps} if known else {}
         return Alone(seconds + further_s, provenance, read.issue_s, read.turn_s, keeps)
 
 
