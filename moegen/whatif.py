@@ -124,9 +124,9 @@ def what_if(measured: Timeline, cost: CostModel, **change: Any) -> WhatIf:
     Raises
     ------
     InvalidInput
-        If a name is unknown or a value out of range; the timeline was not measured; a knob is
-        changed and its graph is of no model or is unrolled; a rate, and the cost model is of no
-        machine; an op, and the run has none.
+        If a name is unknown, a value out of range, or a rate changed twice (``link`` is all of
+        the link's); the timeline was not measured; a knob is changed and its graph is of no model
+        or is unrolled; a rate, and the cost model is of no machine; an op, and the run has none.
     """
     return _Run(measured, cost).ask(change)
 
@@ -204,10 +204,10 @@ class _Run:
 
     def ask(self, asked: Mapping[str, Any]) -> WhatIf:
         change, g = Change.of(asked), self.measured.graph
-        absent = change.ops.keys() - {t.id.op for t in g}
-        if absent:
+        ops = {t.id.op for t in g}
+        if absent := [op for op in change.ops if op not in ops]:
             there = ", ".join(dict.fromkeys(t.id.op for t in g))
-            raise InvalidInput(f"the run has no op {min(absent)!r}; it has {there}")
+            raise InvalidInput(f"the run has no op {absent[0]!r}; it has {there}")
         cost: CostModel = self.cost
         hw: HardwareSpec | None = None
         if change.rates:

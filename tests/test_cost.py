@@ -13,7 +13,7 @@ from moegen.graph.company import RESOURCES
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.task import NO_WORK, Lane, Task, TaskGraph, TaskId, Work
 from moegen.sim.bounds import bound_s
-from moegen.sim.cost import Cost, CostModel
+from moegen.sim.cost import Cost, CostModel, Provenance
 from moegen.sim.engine import simulate
 
 
@@ -219,3 +219,18 @@ def test_what_is_no_cost_model_is_refused(wrong):
 def test_a_roofline_is_of_a_machine():
     with pytest.raises(mg.InvalidInput, match="hw must be a HardwareSpec, got 'c2'"):
         mg.CostModel.roofline("c2")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"demands": {"h2d": 10**400}}, "the demand on h2d must be a finite number"),
+        ({"demands": {"h2d": -1}}, "the demand on h2d must be a finite number"),
+        ({"keeps": {"h2d": 2.0}}, "what is kept beside h2d is at most 1, got 2.0"),
+        ({"keeps": {"h2d": 0.0}}, "what is kept beside h2d must be a finite number above 0"),
+    ],
+)
+def test_a_cost_that_no_task_can_have_is_refused(given, said):
+    """Kept in a file, they were read: one ended in an OverflowError, one made tasks faster."""
+    with pytest.raises(InvalidInput, match=said):
+        Cost(1.0, Provenance.GIVEN, **given)

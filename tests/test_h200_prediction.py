@@ -151,6 +151,47 @@ def test_without_results_the_report_says_so(scripts, tmp_path):
         scripts.kept.keep(tmp_path, tmp_path / "results")
 
 
+def test_what_was_not_measured_is_not_met(scripts, tmp_path):
+    """No situation, none that binds, no point: that all of none agree says nothing."""
+    less = tmp_path / "less"
+    shutil.copytree(scripts.kept.RESULTS, less)
+
+    def edit(name, change):
+        data = json.loads((less / name).read_text(encoding="utf-8"))
+        change(data)
+        (less / name).write_text(json.dumps(data), encoding="utf-8")
+        return scripts.report.report(less)
+
+    def none_binds(slopes):
+        for situation in slopes["situations"]:
+            situation["slopes"] = [r for r in situation["slopes"] if not r["binds"]]
+
+    text = edit("slopes.json", none_binds)
+    assert "| 3. within 20% for those that bind | 0 of 0 | **no**, 1 short |" in text
+    text = edit("slopes.json", lambda slopes: slopes.update(situations=[]))
+    assert "They have not been measured." in text
+    for what in ("slopes agree in sign for all classes", "within 20% for those that bind"):
+        assert f"| 3. {what} | not measured | **no** |" in text
+    text = edit("predicted.json", lambda predicted: predicted.update(points=[]))
+    assert "Nothing has been predicted yet." in text
+
+
+def test_results_are_not_written_over_by_half_a_measurement(scripts, tmp_path):
+    raw, folder = tmp_path / "raw", tmp_path / "results"
+    raw.mkdir()
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run = {"name": "decode-1-0", "timeline": "decode-1-0.json.gz"}
+    (raw / "measured.json").write_text(json.dumps({"points": [run], "failed": []}))
+    with pytest.raises(mg.InvalidInput, match=r"decode-1-0.json.gz, the timeline of decode-1-0"):
+        scripts.kept.keep(raw, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    # Once other runs are kept, nothing has been predicted of them.
+    (raw / "measured.json").write_text(json.dumps({"points": [], "failed": []}))
+    scripts.kept.keep(raw, folder)
+    assert scripts.kept.Kept(folder).predicted is None
+
+
 # The figures, against numbers worked out by hand.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import inf
 from pathlib import Path
 
@@ -129,7 +130,10 @@ def test_time_is_respected_and_each_op_measured_all_the_same(quick):
     """Without any time at all each op is measured at its smallest size, no op at any other."""
     notes: list[str] = []
     table = mg.profile(mixtral(), device="cpu", budget_s=0.01, notes=notes)
-    assert len(notes) == 1 and "prompts" in notes[0]
+    assert len(notes) == 2 and "prompts" in notes[0]
+    assert re.fullmatch(
+        r"it took \d+ s, not 0.01 s: rates, lanes .* are measured whatever .*", notes[1]
+    )
     ops = {
         t.id.op for t in mg.build(mixtral(), mg.Strategy(B=4, b_a=2, b_e=8, omega=0.5), kv_len=8)
     }

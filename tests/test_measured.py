@@ -385,6 +385,16 @@ def test_beside_zero_copy_kernels_a_task_takes_what_was_measured_so():
     assert Measured(table()).estimate(copied(10)).keeps == {}
 
 
+def test_nothing_is_faster_for_company():
+    """Such seconds were read as if there were no company at all."""
+    with pytest.raises(
+        InvalidInput, match=r"copy_dense at h2d_bytes=30: 4.5 s crowded, less than the 5 s alone"
+    ):
+        dataclasses.replace(COPY, crowded=(8, 4.5, 12))
+    # As fast, but for rounding.
+    dataclasses.replace(COPY, crowded=(4, 5 * (1 - 1e-15), 12))
+
+
 def test_what_copies_of_weights_slow_keeps_a_share_beside_them():
     received = Curve(("recv_attn",), {"h2d_bytes": (10, 20)}, (4, 5), "made up", crowded=(8, 15))
     model = Measured(table(COPY, received, company=COMPANY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import signal
 import sys
@@ -19,7 +20,7 @@ from delays import RandomDelays  # noqa: E402
 from handmade import random_graph  # noqa: E402
 from tiny import tiny_mixtral  # noqa: E402
 
-from moegen.errors import DeadlockError  # noqa: E402
+from moegen.errors import DeadlockError, InvalidInput  # noqa: E402
 from moegen.exec import generate, issue, lanes, runner, threads  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.issue import UNRESOLVED, WINDOW, Issuer  # noqa: E402
@@ -98,6 +99,36 @@ def test_a_stalled_lane_is_named(engine, monkeypatch):
     with pytest.raises(DeadlockError, match=r"attn_gpu\S* of step 1 wait.* for \S*fetch_kv"):
         engine.generate(PROMPTS, 6, ignore_eos=True, delays=Late())
     assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("side", ["issue_s", "run_s"])
+@pytest.mark.parametrize("given", [-1e-3, math.nan, math.inf, "1 ms", None, 10**400])
+def test_a_delay_that_is_no_time_is_refused(engine, side, given):
+    """An infinite one kept the run waiting for ever, a negative one counted as none."""
+    before = threading.enumerate()
+
+    class Odd:
+        def issue_s(self, task, index):
+            return given if (side, task.id.op, index) == ("issue_s", "expert", 1) else 0.0
+
+        def run_s(self, task, index):
+            return given if (side, task.id.op, index) == ("run_s", "expert", 1) else 0
+
+    g = build(engine.model, Strategy(B=2, b_a=1, b_e=4), kv_len=8)
+    with pytest.raises(InvalidInput, match=r"the delay of decode:expert\S* in step 1, in seconds"):
+        engine.execute(g, 3, delays=Odd())
+    with pytest.raises(InvalidInput, match=r"the delay of decode:expert\S* in step 1, in seconds"):
+        engine.generate(PROMPTS, 6, ignore_eos=True, delays=Odd())
+    assert threading.enumerate() == before
+
+
+@pytest.mark.parametrize("given", [{"expert": 1e-3}, object(), 1e-3])
+def test_what_gives_no_delays_is_refused(engine, given):
+    g = build(engine.model, Strategy(B=2, b_a=1, b_e=4), kv_len=8)
+    with pytest.raises(InvalidInput, match=r"delays must have issue_s\(task, index\) and run_s"):
+        engine.execute(g, delays=given)
+    with pytest.raises(InvalidInput, match=r"delays must have issue_s\(task, index\) and run_s"):
+        engine.generate(PROMPTS, 2, delays=given)
 
 
 def test_a_long_step_is_no_deadlock(engine, monkeypatch):

@@ -253,6 +253,10 @@ REFUSED = [
     ({"task_s": "x2"}, "task_s is None: give its new value"),
     ({"h2d_bytes_per_s": "fast"}, "h2d_bytes_per_s takes a number, or a change such as"),
     ({"h2d_bytes_per_s": -1.0}, "h2d_bytes_per_s"),
+    # Of these the later one counted, and the answer said both.
+    ({"link": "x2", "h2d_bytes_per_s": "x3"}, "link changes h2d_bytes_per_s too"),
+    ({"h2d_bytes_per_s": "x3", "link": "x2"}, "link changes h2d_bytes_per_s too"),
+    ({"op": {"exprt": 2, 3: 2}}, "the run has no op 'exprt'"),
 ]
 
 
@@ -260,6 +264,18 @@ REFUSED = [
 def test_what_cannot_be_asked_is_refused_by_name(change, message):
     with pytest.raises(InvalidInput, match=re.escape(message)):
         mg.what_if(RUN, ROOF, **change)
+
+
+@pytest.mark.parametrize(
+    ("knob", "change"),
+    [("kv_slots", "+0.5"), ("B", "-1.5"), ("B", "x1e400"), ("B", "xnan"), ("B", "+inf"),
+     ("s_expert", "x1e400")],
+)  # fmt: skip
+def test_a_count_changes_by_whole_numbers(knob, change):
+    """A half was rounded away without a word, the others ended in tracebacks of Python."""
+    real = as_measured(mg.simulate(mg.build(mixtral(), S, kv_len=9), ROOF, steps=3))
+    with pytest.raises(InvalidInput, match=rf"{knob} is a whole number, \d+, and cannot change by"):
+        mg.what_if(real, ROOF, **{knob: change})
 
 
 def test_other_refusals():

@@ -125,3 +125,15 @@ def test_the_frame_and_its_picture_name_what_does_not_fit():
     said = [text.get_text() for text in ax.texts]
     pale = [bar.get_alpha() < 1 for bar in ax.patches]
     assert [", does not fit" in text for text in said] == pale and sum(pale) == 1
+
+
+def test_a_long_question_stays_in_the_picture():
+    """Its one line was wider than the figure, and no label could be read."""
+    real = by_hand([2.0] * 4, [1.0] * 4)
+    rates = ("h2d_bytes_per_s", "gpu_flops", "cpu_attn_bytes_per_s", "host_bytes_per_s")
+    df = mg.what_ifs(real, ROOF, [{"link": "x2"}, dict.fromkeys(rates, "x3")])
+    ax = mg.plot.what_ifs(df)
+    figure = ax.figure
+    figure.canvas.draw()
+    assert all(label.get_window_extent().x0 >= 0 for label in ax.get_yticklabels())
+    assert ax.get_window_extent().width > figure.bbox.width / 3

@@ -39,7 +39,11 @@ def profile(
     budget: Annotated[
         float,
         typer.Option(
-            "--seconds", min=10, metavar="N", help="It may take so long; the rest is left out."
+            "--seconds",
+            min=10,
+            metavar="N",
+            help="It may take about so long, if that is enough for one size of each operation "
+            "(half a minute); the rest is left out.",
         ),
     ] = 114,
     as_json: Json = False,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from moegen.exec.decode_attention import cpu_decode, usual_threads
+from moegen.exec.delays import Checked, Delays
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
-from moegen.exec.issue import Delays
 from moegen.exec.kv import KVStore
 from moegen.exec.lanes import peak_gpu_memory
 from moegen.exec.prepare import Given, Prepared
@@ -247,7 +247,7 @@ class Engine:
         ------
         InvalidInput
             If a prompt is empty, is neither text nor token ids, or is longer than the model's
-            context; if a limit is no whole number of at least 1.
+            context; if a limit is no whole number of at least 1, or a delay is no time.
         Infeasible
             If the plan does not fit the machine.
         """
@@ -271,7 +271,7 @@ class Engine:
             on_finish=finish,
             on_step=on_step,
             keep_logits=return_logits,
-            delays=delays,
+            delays=None if delays is None else Checked(delays),
         )
         batches = [rows[i : i + plan.decode.B] for i in range(0, len(rows), plan.decode.B)]
         most = max(sum(s.room for s in batch) for batch in batches)
@@ -292,8 +292,15 @@ class Engine:
 
         Every step has the graph's shape, so the Timeline compares with a simulated one. Where
         ``delays`` holds tasks back on their lanes, ``meta["delayed_s"]`` says for how long.
+
+        Raises
+        ------
+        InvalidInput
+            If the graph is not one step of this engine's model with a shape, ``steps`` is no whole
+            number of at least 1, or a delay is no time.
         """
-        return run_synthetic(g, self.machinery, steps, delays)
+        held = None if delays is None else Checked(delays)
+        return run_synthetic(g, self.machinery, steps, held)
 
     def close(self) -> None:
         """Stop threads, and give pinned memory and the GPU's back."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from moegen.exec.issue import Delays
+from moegen.exec.delays import Delays
 from moegen.exec.kv import KVStore
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder

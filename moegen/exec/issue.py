@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from moegen.errors import DeadlockError
+from moegen.exec.delays import Delays
 from moegen.exec.lanes import Event, Stream, UnrecordedEvent, enter
 from moegen.exec.threads import short_sleeps
 from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
@@ -67,16 +68,6 @@ class Kernels(Protocol[StepT]):
     def run(self, task: Task, index: int, step: StepT | None) -> None:
         """Do the work of ``task`` (on the calling thread, or launched on its stream)."""
         ...
-
-
-class Delays(Protocol):
-    """Seconds by which a task is held back: before it is issued, or on its lane before it runs.
-
-    On its lane it holds back what is behind it too, and neither the issuing thread nor others.
-    """
-
-    def issue_s(self, task: Task, index: int) -> float: ...
-    def run_s(self, task: Task, index: int) -> float: ...
 
 
 class _Wait(NamedTuple):

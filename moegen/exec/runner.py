@@ -17,7 +17,8 @@ import torch
 
 from moegen.errors import DeadlockError
 from moegen.exec import issue
-from moegen.exec.issue import Delays, Issuer, Kernels, Record, StepT, Times
+from moegen.exec.delays import Delays
+from moegen.exec.issue import Issuer, Kernels, Record, StepT, Times
 from moegen.exec.lanes import Clock, Stream, open_streams, prepare_delays
 from moegen.exec.threads import Worker
 from moegen.graph.task import Lane, TaskGraph

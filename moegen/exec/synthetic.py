@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from moegen.errors import InvalidInput
-from moegen.exec.issue import Delays
+from moegen.exec.delays import Delays
 from moegen.exec.kv import KVStore
 from moegen.exec.program import Machinery, Program
 from moegen.exec.record import Recorder

@@ -69,6 +69,8 @@ _DECODE_SHARE = 0.55
 _SPAN_S, _LONGEST_S = 0.015, 0.25
 # For company.
 _REST_S = 8.0
+# So many times the time that there was is told.
+_OVER = 1.1
 _PACKAGES = ("torch", "triton")
 
 Say = Callable[[str], None]
@@ -99,7 +101,7 @@ def measure_table(
         Of weights and KV.
     budget_s : float
         Points that would take longer are left out, and noted; but each op is measured at one
-        point at least.
+        point at least, and what that takes beyond the budget is noted too.
     say : callable
         Hears what is being measured.
     notes : list of str, optional
@@ -159,6 +161,12 @@ def measure_table(
     beside = company(device, dtype)
     if device.type == "cuda":
         forget_gpu_memory(device)
+    took_s = time.perf_counter() - began
+    if took_s > _OVER * budget_s:
+        notes.append(
+            f"it took {took_s:.0f} s, not {budget_s:g} s: rates, lanes beside one another and one "
+            f"size of each operation are measured whatever time there is"
+        )
     return ProfileTable(
         # Each op's host code is measured: one number for all of them would count it twice.
         machine=replace(_as_fast_as_seen(machine, found), task_s=None),

@@ -16,6 +16,8 @@ from moegen.graph.layer import Phase
 
 # What carries rows up the link beside copies of weights: these slow it, to half of its speed.
 BESIDE_COPIES = frozenset({"recv_attn"})
+# Two means of the same numbers may differ by so much of them.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Curve:
     InvalidInput
         If ops, features or the phase are not known, a number is not finite and positive (a
         spread, issue_s, turn_s: not negative), an axis does not rise, seconds fall along the
-        first one, or once_s is above the least of them.
+        first one, once_s is above the least of them, or crowded is below them.
     """
 
     ops: tuple[str, ...]
@@ -120,6 +122,7 @@ class Curve:
                 f"least are {least_s:g}"
             )
         self._check_rising()
+        self._check_crowded()
 
     def _check_rising(self) -> None:
         # More of the same takes no less. Other features may: many short prompts, say, take longer
@@ -133,6 +136,18 @@ class Curve:
             raise InvalidInput(
                 f"{self.describe(after)}: {values[tuple(after)]:g} s, less than the "
                 f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall along it"
+            )
+
+    def _check_crowded(self) -> None:
+        if self.crowded is None:
+            return
+        alone, crowded = np.array(self.seconds), np.array(self.crowded)
+        less = np.argwhere(crowded < alone * (1.0 - ROUNDING))
+        if len(less):
+            at = less[0].tolist()
+            raise InvalidInput(
+                f"{self.describe(at)}: {crowded[tuple(at)]:g} s crowded, less than the "
+                f"{alone[tuple(at)]:g} s alone: nothing is faster for what is at work beside it"
             )
 
     def describe(self, index: Sequence[int]) -> str:

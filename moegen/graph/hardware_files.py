@@ -26,6 +26,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise InvalidInput(f"{path} cannot be read as YAML: {e}") from e
     if not isinstance(data, dict):
         raise InvalidInput(f"{path} must hold keys and values, got {type(data).__name__}")
+    if str(kind := data.get("format", "")).startswith("moegen."):
+        raise InvalidInput(
+            f"{path} is no machine, it is a file of {kind}: a profile goes to --profile, or to "
+            f"CostModel.from_profile"
+        )
     return data
 
 

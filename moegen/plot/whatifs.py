@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from moegen.errors import InvalidInput
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+# Of a question in a line: longer ones would leave no room for bars.
+_LETTERS = 36
 _FASTER, _SLOWER = "#1b7f5c", "#c0392b"
 
 
@@ -48,15 +51,18 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     check(df, "df", ("gain", "base_s", "period_s"), ())
     df = df.sort_values("gain", ascending=False, kind="stable")
     gains = [round(100 * gain, 1) + 0.0 for gain in df["gain"]]  # no -0.0
+    questions = [fill(question, _LETTERS) for question in df["question"]]
     if ax is None:
-        _, ax = plt.subplots(figsize=(7.5, 1.1 + 0.36 * len(df)), layout="constrained")
+        lines = 1 + max(question.count("\n") for question in questions)
+        height = max(0.36, 0.06 + 0.17 * lines)
+        _, ax = plt.subplots(figsize=(7.5, 1.1 + height * len(df)), layout="constrained")
     at = range(len(df))
     misfits = list(df["misfit"]) if "misfit" in df.columns else [""] * len(df)
     bars = ax.barh(at, gains, color=[_FASTER if g >= 0 else _SLOWER for g in gains], height=0.72)
     for bar, misfit in zip(bars, misfits, strict=True):
         bar.set_alpha(0.35 if misfit else 1.0)
     ax.axvline(0, color="#333333", lw=0.8)
-    ax.set_yticks(at, df["question"].tolist())
+    ax.set_yticks(at, questions)
     for y, (gain, period_s, misfit) in enumerate(zip(gains, df["period_s"], misfits, strict=True)):
         ax.annotate(
             f"{gain:+.1f}%, {format_seconds(period_s)}" + (", does not fit" if misfit else ""),

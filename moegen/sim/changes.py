@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ class Change:
         Raises
         ------
         InvalidInput
-            If a field is no rate that a duration depends on, has no value, or gets one out of
-            range.
+            If a field is no rate that a duration depends on, has no value, gets one out of range,
+            or is changed twice.
         """
         new: dict[str, Any] = {}
         for name, asked in self.rates.items():
@@ -111,6 +112,11 @@ class Change:
             else:
                 fields = [name]
             for field in fields:
+                if field in new:
+                    raise InvalidInput(
+                        f"link changes {field} too, and {field} is changed by itself: name each "
+                        f"rate of the link, or link alone"
+                    )
                 new[field] = _new(field, getattr(hw, field), asked)
         return hw.with_(**new) if new else hw
 
@@ -146,8 +152,11 @@ def _new(name: str, now: Any, asked: Any) -> Any:
         raise InvalidInput(f"{name} is {now!r}: give its new value, {asked!r} is relative to one")
     by = _number(name, match[2]) if match[1] in "+-" else _number("a factor", match[2])
     value = {"x": now * by, "*": now * by, "+": now + by, "-": now - by}[match[1]]
-    # Of omega what rounding adds is taken off; counts are whole.
-    return round(value) if isinstance(now, int) else float(f"{value:.12g}")
+    if not isinstance(now, int):
+        return float(f"{value:.12g}")  # of omega what rounding adds is taken off
+    if not math.isfinite(value) or (match[1] in "+-" and by % 1):
+        raise InvalidInput(f"{name} is a whole number, {now}, and cannot change by {asked!r}")
+    return round(value)
 
 
 def _number(name: str, text: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from moegen.sim.measured import Measured
     from moegen.sim.roofline import Roofline
     from moegen.timeline import Timeline
+
+# An int may be larger than any float.
+_LARGEST = sys.float_info.max
 
 
 class Provenance(enum.StrEnum):
@@ -63,7 +67,7 @@ class Cost:
     Raises
     ------
     InvalidInput
-        If a number is NaN, infinite or negative.
+        If a number is NaN, infinite or negative, or what is kept is more than all.
     """
 
     seconds: float
@@ -78,7 +82,7 @@ class Cost:
         if not (type(self.seconds) is float and 0 <= self.seconds < math.inf):
             object.__setattr__(self, "seconds", number(self.seconds, "a duration", at_least=0))
         for name, units in self.demands.items():
-            if not (type(units) in (float, int) and 0 <= units < math.inf):
+            if not (type(units) in (float, int) and 0 <= units <= _LARGEST):
                 number(units, f"the demand on {name}", at_least=0)
         for name in ("issue_s", "turn_s"):
             value = getattr(self, name)
@@ -86,7 +90,8 @@ class Cost:
                 object.__setattr__(self, name, number(value, name, at_least=0))
         for name, share in self.keeps.items():
             if not (type(share) is float and 0 < share <= 1):
-                number(share, f"what is kept beside {name}", above=0)
+                if number(share, f"what is kept beside {name}", above=0) > 1:
+                    raise InvalidInput(f"what is kept beside {name} is at most 1, got {share!r}")
 
 
 class CostModel(ABC):

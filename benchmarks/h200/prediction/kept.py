@@ -46,12 +46,18 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
     measured = _read(raw / "measured.json")
     if measured is None:
         raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
+    for p in measured["points"]:  # before what is there is written over
+        if not (raw / p["timeline"]).exists():
+            raise mg.InvalidInput(
+                f"{raw / p['timeline']}, the timeline of {p['name']}, is missing: run measure.py "
+                f"{raw} again"
+            )
     folder.mkdir(parents=True, exist_ok=True)
+    # What was predicted was of other runs.
+    (folder / "predicted.json").unlink(missing_ok=True)
     with zipfile.ZipFile(folder / TIMELINES, "w", zipfile.ZIP_LZMA) as z:
         for p in measured["points"]:
             path = raw / p["timeline"]
-            if not path.exists():
-                raise mg.InvalidInput(f"{path}, the timeline of {p['name']}, is missing")
             timeline = _warm(mg.Timeline.from_dict(json.loads(gzip.decompress(path.read_bytes()))))
             p["timeline"] = path.name.removesuffix(".gz")
             p["step_end_s"] = timeline.step_end_s.tolist()

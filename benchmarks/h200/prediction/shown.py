@@ -90,9 +90,10 @@ def _parts(points: list[Data]) -> Row:
 
 def _slopes(slopes: Data | None) -> list[Row]:
     what = ("3. slopes agree in sign for all classes", "3. within 20% for those that bind")
-    if slopes is None:
+    rows = [] if slopes is None else judge.slope_rows(slopes)
+    if slopes is None or not rows:
         return [(name, "not measured", "**no**") for name in what]
-    s = Slopes.of(judge.slope_rows(slopes))
+    s = Slopes.of(rows)
     found = f"{s.agree} of {s.classes}, in {len(slopes['situations'])} situations"
     wrong = s.classes - s.agree - s.untold
     met = _at_least(s.classes - wrong, s.classes)
@@ -101,7 +102,7 @@ def _slopes(slopes: Data | None) -> list[Row]:
         met = met if wrong else "yes, where it can be told"
     return [
         (what[0], found, met),
-        (what[1], f"{s.close} of {s.binding}", _at_least(s.close, s.binding)),
+        (what[1], f"{s.close} of {s.binding}", _at_least(s.close, max(1, s.binding))),
     ]
 
 

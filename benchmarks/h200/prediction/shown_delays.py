@@ -11,9 +11,9 @@ HEAD = ["## Delays", ""]
 
 def delays(slopes: Data | None) -> list[str]:
     """The section on injected delays."""
-    if slopes is None:
+    found = [] if slopes is None else judge.slope_rows(slopes)
+    if slopes is None or not found:
         return [*HEAD, "They have not been measured.", ""]
-    found = judge.slope_rows(slopes)
     rows = [
         [
             r["situation"],

@@ -37,7 +37,7 @@ def report(folder: Path = RESULTS) -> str:
         "`predict.py` made.",
         "",
     ]
-    if not kept.there or kept.predicted is None:
+    if not kept.there or kept.predicted is None or not kept.predicted["points"]:
         what = "predicted" if kept.there else "measured"
         return "\n".join([*lines, f"Nothing has been {what} yet.", ""])
     points, curve = kept.predicted["points"], kept.predicted["curve"]
@@ -266,5 +266,5 @@ def _failed(failed: list[Data]) -> list[str]:
 
 if __name__ == "__main__":
     REPORT.write_text(report(), encoding="utf-8")
-    if Kept().predicted is not None:
-        print(f"README.md, Status: {summary(Kept())}.")
+    if (kept := Kept()).predicted is not None and kept.predicted["points"]:
+        print(f"README.md, Status: {summary(kept)}.")
