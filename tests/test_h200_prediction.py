@@ -322,7 +322,7 @@ def test_slopes_that_bind_are_held_to_a_fifth_and_noise_tells_nothing(scripts):
         ],
     }  # fmt: skip
     for situation in found["situations"]:
-        situation |= {"kept": True, "context": 9, "share": 0.5}
+        situation |= {"kept": True, "context": 9, "share": 0.5, "steps": 9, "rounds": 3}
         situation["strategy"] = {"B": 4, "b_a": 2, "kv_slots": 1, "omega": 0.0}
     rows = scripts.judge.slope_rows(found)
     assert [r["situation"] for r in rows] == ["a"] * 2 + ["b"] * 4
