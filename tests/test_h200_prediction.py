@@ -192,6 +192,25 @@ def test_results_are_not_written_over_by_half_a_measurement(scripts, tmp_path):
     assert scripts.kept.Kept(folder).predicted is None
 
 
+def test_predictions_of_other_runs_are_refused(scripts, tmp_path):
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    path = folder / "measured.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    *others, last = data["points"]
+    data["points"] = others
+    path.write_text(json.dumps(data), encoding="utf-8")
+    said = rf"of other runs: {last['model']} {last['name']} has \d measured, and \d in the pred"
+    with pytest.raises(mg.InvalidInput, match=said):
+        scripts.report.report(folder)
+    kept = scripts.kept.Kept(folder)
+    with pytest.raises(mg.InvalidInput, match=r"timelines.zip has no nothing.json"):
+        kept.data({"timeline": "nothing.json"})
+    (folder / "timelines.zip").unlink()
+    with pytest.raises(mg.InvalidInput, match=r"timelines.zip, the timelines of all runs, is miss"):
+        scripts.predict.predict(kept)
+
+
 # The figures, against numbers worked out by hand.
 
 

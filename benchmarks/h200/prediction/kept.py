@@ -114,9 +114,39 @@ class Kept:
             runs.setdefault((p["model"], p["name"]), []).append(p)
         return iter(runs.values())
 
+    def check_predicted(self) -> None:
+        """Refuse predictions of other runs than those that were measured.
+
+        Raises
+        ------
+        InvalidInput
+            If a point is in one and not in the other, or has another number of runs.
+        """
+        assert self.predicted is not None
+        runs = {(of[0]["model"], of[0]["name"]): len(of) for of in self.points()}
+        told = {(p["model"], p["name"]): len(p["runs_s"]) for p in self.predicted["points"]}
+        if differ := sorted(runs.items() ^ told.items()):
+            (model, name), _ = differ[0]
+            raise mg.InvalidInput(
+                f"predicted.json and measured.json in {self.folder} are of other runs: {model} "
+                f"{name} has {runs.get((model, name), 0)} measured, and "
+                f"{told.get((model, name), 0)} in the predictions: run predict.py {self.folder}"
+            )
+
     def data(self, run: Data) -> Data:
-        """The timeline of a run as plain data."""
+        """The timeline of a run as plain data.
+
+        Raises
+        ------
+        InvalidInput
+            If it is not among those that were kept.
+        """
+        path = self.folder / TIMELINES
+        if not path.exists():
+            raise mg.InvalidInput(f"{path}, the timelines of all runs, is missing: run kept.py")
         with zipfile.ZipFile(self.folder / TIMELINES) as z:
+            if run["timeline"] not in z.namelist():
+                raise mg.InvalidInput(f"{path} has no {run['timeline']}: run kept.py again")
             return json.loads(z.read(run["timeline"]))
 
     def timeline(self, run: Data) -> mg.Timeline:

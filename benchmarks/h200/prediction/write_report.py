@@ -40,6 +40,7 @@ def report(folder: Path = RESULTS) -> str:
     if not kept.there or kept.predicted is None or not kept.predicted["points"]:
         what = "predicted" if kept.there else "measured"
         return "\n".join([*lines, f"Nothing has been {what} yet.", ""])
+    kept.check_predicted()
     points, curve = kept.predicted["points"], kept.predicted["curve"]
     lines += [
         *_setting(kept),
