@@ -40,7 +40,7 @@ class InStep:
         for t in times:
             task = t.task._replace(step=0)
             self._ran[task].append(t)
-            if t.end_s > t.start_s and g[task].lane in _DISTURBS:
+            if t.worked and g[task].lane in _DISTURBS:
                 busy[g[task].lane].append((t.start_s, t.end_s))
         # From when and until when, shape [2, tasks].
         self._busy = {lane: np.array(spans).reshape(-1, 2).T for lane, spans in busy.items()}
@@ -62,7 +62,7 @@ class InStep:
         """
         first = tasks[0]
         ran = [t for task in tasks for t in self._ran[task.id]]
-        worked = [t for t in ran if t.end_s > t.start_s]
+        worked = [t for t in ran if t.worked]
         alone: list[Times] = []
         crowded: list[Times] = []
         if first.lane is Lane.CPU:
@@ -70,7 +70,7 @@ class InStep:
         elif first.lane is Lane.BULK:
             alone = [t for t in worked if self._beside(t, _DISTURBS) <= _UNDISTURBED]
         elif first.id.op != "fetch_kv" and not self._idle(first, ran, worked):
-            launched = [t for t in worked if t.start_s >= t.issued_s]
+            launched = [t for t in worked if not t.late]
             if first.lane is Lane.KV:
                 alone = launched
             else:

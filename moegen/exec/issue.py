@@ -106,6 +106,16 @@ class Times(NamedTuple):
     issue_s: float
     issued_s: float
 
+    @property
+    def worked(self) -> bool:
+        """Whether it had anything to do."""
+        return self.end_s > self.start_s
+
+    @property
+    def late(self) -> bool:
+        """Whether its lane came to it before the thread was through."""
+        return self.start_s < self.issued_s
+
 
 class _Queue:
     """One lane's tasks, step after step, and how far they have been issued."""

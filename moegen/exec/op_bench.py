@@ -162,18 +162,13 @@ class OpBench:
     def _time(self, tasks: Sequence[Task], span_s: float) -> Timed:
         first = tasks[0]
         if first.id.op in BESIDE_COPIES and self._on_gpu and (copies := self._weights):
-            ways, crowded = (
-                [self._by_itself(tasks, span_s, [])],
-                self._by_itself(tasks, span_s, copies),
-            )
+            ways = [self._by_itself(tasks, span_s, [])]
+            crowded = self._by_itself(tasks, span_s, copies)
         else:
             alone, crowded = self._in_step.spans(tasks)
             ways = [alone] if alone else []
             if not alone or first.lane is Lane.BULK:
-                by_itself = first.lane in (Lane.BULK, Lane.CPU) or first.id.op == "fetch_kv"
-                in_company = self.graph.phase == "decode" and not by_itself
-                beside = self._weights if in_company else []
-                ways.append(self._by_itself(tasks, span_s, beside))
+                ways.append(self._by_itself(tasks, span_s, self._usual_company(first)))
         crowded_s = _mean(crowded) if crowded else None
         return timed(first, *ways, **self._host_s(tasks), crowded_s=crowded_s)
 
@@ -190,6 +185,11 @@ class OpBench:
             beside=beside,
             queued=True,
         )
+
+    def _usual_company(self, task: Task) -> list[tuple[Lane, Work]]:
+        """What is at work beside a task in nearly all of a step."""
+        by_itself = task.lane in (Lane.BULK, Lane.CPU) or task.id.op == "fetch_kv"
+        return self._weights if self.graph.phase == "decode" and not by_itself else []
 
     @property
     def _weights(self) -> list[tuple[Lane, Work]]:
@@ -209,14 +209,14 @@ class OpBench:
         weights, and in prefill only tasks that soon began, or a low quantile if there are none.
         """
         ids = {t.id for t in tasks}
-        times = [t for t in self.records if t.task._replace(step=0) in ids and t.end_s > t.start_s]
+        times = [t for t in self.records if t.task._replace(step=0) in ids and t.worked]
         if not times:
             return {}
         q = _UNBLOCKED if tasks[0].lane is Lane.BULK else 0.5
         if self.graph.phase == "prefill":
             soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
             times, q = (soon, q) if soon else (times, _UNBLOCKED)
-        late = [t for t in times if t.start_s < t.issued_s]
+        late = [t for t in times if t.late]
         times = late if len(late) >= LEAST else times
         return {
             "issue_s": float(np.quantile([t.issued_s - t.issue_s for t in times], q)),

@@ -71,11 +71,7 @@ def _noticed(times: Sequence[Times], name: str) -> list[float]:
 
 def _late(times: Sequence[Times]) -> list[Times]:
     """Tasks that a GPU waited for: it began them before the thread was through."""
-    return [
-        t
-        for t in times
-        if OPS[t.task.op].lane in _LAUNCHED and t.start_s < t.issued_s and t.end_s > t.start_s
-    ]
+    return [t for t in times if OPS[t.task.op].lane in _LAUNCHED and t.late and t.worked]
 
 
 def _median(each: Sequence[float]) -> float:

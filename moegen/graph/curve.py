@@ -17,7 +17,7 @@ from moegen.graph.layer import Phase
 # What carries rows up the link beside copies of weights: these slow it, to half of its speed.
 BESIDE_COPIES = frozenset({"recv_attn"})
 # Two means of the same numbers may differ by so much of them.
-ROUNDING = 1e-9
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Curve:
         if self.crowded is None:
             return
         alone, crowded = np.array(self.seconds), np.array(self.crowded)
-        less = np.argwhere(crowded < alone * (1.0 - ROUNDING))
+        less = np.argwhere(crowded < alone * (1.0 - _ROUNDING))
         if len(less):
             at = less[0].tolist()
             raise InvalidInput(

@@ -159,16 +159,14 @@ class IssuedRun:
                 if not ended[base + other]:
                     self._awaited.setdefault(base + other, []).append(lane)
                     return
+            from_s = clock.now
             if lane.late_s and waits:
                 from_s = max(self.end_s[base + other] for other in waits) + lane.late_s
-                if from_s > clock.now:
-                    clock.at(from_s, lambda: self._again(lane))
-                    return
-            if lane.begins_s and self._issue_s[at] > 0:
+            elif lane.begins_s and self._issue_s[at] > 0:
                 from_s = self._thread.begun_s[at] + lane.begins_s
-                if from_s > clock.now:
-                    clock.at(from_s, lambda: self._again(lane))
-                    return
+            if from_s > clock.now:
+                clock.at(from_s, lambda: self._again(lane))
+                return
             self.start_s[at] = clock.now
             if self._seconds[at] > 0:
                 if self._fluid is not None:

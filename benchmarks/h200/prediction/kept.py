@@ -47,10 +47,10 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
     if measured is None:
         raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
     for p in measured["points"]:  # before what is there is written over
-        if not (raw / p["timeline"]).exists():
+        path = raw / p["timeline"]
+        if not path.exists():
             raise mg.InvalidInput(
-                f"{raw / p['timeline']}, the timeline of {p['name']}, is missing: run measure.py "
-                f"{raw} again"
+                f"{path}, the timeline of {p['name']}, is missing: run measure.py {raw} again"
             )
     folder.mkdir(parents=True, exist_ok=True)
     # What was predicted was of other runs.
@@ -144,7 +144,7 @@ class Kept:
         path = self.folder / TIMELINES
         if not path.exists():
             raise mg.InvalidInput(f"{path}, the timelines of all runs, is missing: run kept.py")
-        with zipfile.ZipFile(self.folder / TIMELINES) as z:
+        with zipfile.ZipFile(path) as z:
             if run["timeline"] not in z.namelist():
                 raise mg.InvalidInput(f"{path} has no {run['timeline']}: run kept.py again")
             return json.loads(z.read(run["timeline"]))

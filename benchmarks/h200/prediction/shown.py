@@ -90,8 +90,7 @@ def _parts(points: list[Data]) -> Row:
 
 def _slopes(slopes: Data | None) -> list[Row]:
     what = ("3. slopes agree in sign for all classes", "3. within 20% for those that bind")
-    rows = [] if slopes is None else judge.slope_rows(slopes)
-    if slopes is None or not rows:
+    if slopes is None or not (rows := judge.slope_rows(slopes)):
         return [(name, "not measured", "**no**") for name in what]
     s = Slopes.of(rows)
     found = f"{s.agree} of {s.classes}, in {len(slopes['situations'])} situations"

@@ -11,8 +11,7 @@ HEAD = ["## Delays", ""]
 
 def delays(slopes: Data | None) -> list[str]:
     """The section on injected delays."""
-    found = [] if slopes is None else judge.slope_rows(slopes)
-    if slopes is None or not found:
+    if slopes is None or not (found := judge.slope_rows(slopes)):
         return [*HEAD, "They have not been measured.", ""]
     rows = [
         [
