@@ -397,14 +397,15 @@ def test_runs_that_overlap_leave_the_interpreter_as_it_was():
 @pytest.mark.cpu
 def test_clocks_are_read_without_waiting_for_what_has_ended(engine, monkeypatch):
     """A wait lets go of the interpreter, however short it is."""
-    ready, synchronize = [], lanes.CpuEvent.synchronize
+    events = lanes.CudaEvent if engine.device.type == "cuda" else lanes.CpuEvent
+    ready, synchronize = [], events.synchronize
 
     def spied(self):
         if threading.current_thread().name in ("moegen-issue", "MainThread"):
             ready.append(self.ready())
         synchronize(self)
 
-    monkeypatch.setattr(lanes.CpuEvent, "synchronize", spied)
+    monkeypatch.setattr(events, "synchronize", spied)
     engine.generate(PROMPTS, 6, ignore_eos=True)
     assert not any(ready)
 
