@@ -33,8 +33,9 @@ POLL_S = 20e-6
 WINDOW = 4
 # Tasks of a GPU's lane that may have been handed over and not have ended. A driver's queue is not
 # much longer (about a thousand entries, several a task), and launching waits in it until there is
-# room: meanwhile the thread could hand nothing over to lanes that idle.
-MOST_AHEAD = 64
+# room: meanwhile the thread could hand nothing over to lanes that idle. Copies of weights have most
+# entries each, and take so long that a few are enough.
+MOST_AHEAD = dict.fromkeys(Lane, 64) | {Lane.BULK: 16}
 # Steps that may be bound before the times of the first of them are known: more than that, and
 # records pile up where steps are short.
 UNRESOLVED = 4
@@ -351,7 +352,7 @@ class Issuer(Generic[StepT]):
 
     def _far_ahead(self, q: _Queue) -> bool:
         """Whether a lane has so much before it that nothing is to be added."""
-        k = q.issued - MOST_AHEAD
+        k = q.issued - MOST_AHEAD[q.lane]
         if k < q.ended:
             return False
         index, position = divmod(k, len(q.tasks))
