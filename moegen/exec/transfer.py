@@ -1,7 +1,9 @@
 """How bytes move between host and device: plain copies on CPU lanes, kernels on CUDA.
 
-Weights go through the copy engine, which is one queue a direction for all streams; what
-someone waits for is moved by kernels that read and write pinned memory themselves.
+Weights go up through the copy engine, which is one queue a direction for all streams; what
+someone waits for is moved by kernels that read and write pinned memory themselves. Nothing else
+uses the queue down: it has the few numbers that the host waits for, which a kernel would bring
+late where a matrix product holds the whole GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ class Transfer(Protocol):
         """A small contiguous piece, device to host."""
         ...
 
+    def tell(self, dst: Tensor, src: Tensor) -> None:
+        """A few numbers that the host waits for, device to host, through the copy engine."""
+        ...
+
     def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
         """Row r's ``length[r]`` tokens from ``start[r]`` of the store to ``to[r]`` of the slot."""
         ...
@@ -42,7 +48,7 @@ class CpuTransfer:
     def bulk(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src)
 
-    up = down = bulk
+    up = down = tell = bulk
 
     def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
         rows = zip(start.tolist(), length.tolist(), to.tolist(), strict=True)
@@ -54,7 +60,7 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Zero-copy kernels over pinned memory, and the copy engine for weights."""
+    """Zero-copy kernels over pinned memory, and the copy engine for weights and news."""
 
     def __init__(self) -> None:
         from moegen.exec.kernels import zero_copy
@@ -71,6 +77,9 @@ class CudaTransfer:
 
     def down(self, dst: Tensor, src: Tensor) -> None:
         self._kernels.copy_down(dst, src)
+
+    def tell(self, dst: Tensor, src: Tensor) -> None:
+        dst.copy_(src, non_blocking=True)
 
     def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
         self._kernels.gather_rows(dst, src, start, length, to, len(start))
