@@ -391,17 +391,26 @@ def test_nothing_is_faster_for_company():
         InvalidInput, match=r"copy_dense at h2d_bytes=30: 4.5 s crowded, less than the 5 s alone"
     ):
         dataclasses.replace(COPY, crowded=(8, 4.5, 12))
+    with pytest.raises(InvalidInput, match=r"30: 4.5 s beside copies, less than the 5 s alone"):
+        dataclasses.replace(COPY, beside_copies=(8, 4.5, 12))
+    with pytest.raises(InvalidInput, match=r"30: 6 s crowded, less than the 7 s beside copies"):
+        dataclasses.replace(COPY, beside_copies=(8, 7, 12), crowded=(8, 6, 12))
     # As fast, but for rounding.
     dataclasses.replace(COPY, crowded=(4, 5 * (1 - 1e-15), 12))
 
 
 def test_what_copies_of_weights_slow_keeps_a_share_beside_them():
-    received = Curve(("recv_attn",), {"h2d_bytes": (10, 20)}, (4, 5), "made up", crowded=(8, 15))
-    model = Measured(table(COPY, received, company=COMPANY))
-    told = model.estimate(task("recv_attn", "ACT", Work(h2d_bytes=20)))
-    assert told.seconds == 5 and told.keeps == {"h2d": 1 / 3} and told.demands == {}
-    alone = Measured(table(COPY, received)).estimate(task("recv_attn", "ACT", Work(h2d_bytes=20)))
-    assert alone.keeps == {} and alone.demands["h2d"] == 20
+    received = Curve(
+        ("recv_attn",), {"h2d_bytes": (10, 20)}, (4, 5), "made up",
+        beside_copies=(8, 15), crowded=(10, 20),
+    )  # fmt: skip
+    of = task("recv_attn", "ACT", Work(h2d_bytes=20))
+    told = Measured(table(COPY, received, company=COMPANY)).estimate(of)
+    assert told.seconds == 5 and told.demands == {}
+    assert told.keeps == {"h2d": 1 / 3, "zero_copy": 0.25}
+    # Without company it shares the link with copies.
+    alone = Measured(table(COPY, received)).estimate(of)
+    assert alone.keeps == {"zero_copy": 0.25} and alone.demands["h2d"] == 20
 
 
 def test_what_a_task_does_once_it_does_once():

@@ -7,16 +7,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from moegen.exec.op_bench import Timed, timed  # noqa: E402
-from moegen.exec.op_curves import curves  # noqa: E402
+from moegen.exec.op_curves import curves, merged  # noqa: E402
 from moegen.graph.task import Lane, Task, TaskId, Work  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 SOURCE = "measured: by hand"
 
 
-def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, crowded_s=None, **work):
-    task = Task(TaskId(op, phase), Lane.GPU, work=Work(**work))
-    return Timed(task, seconds, spread, issue_s, turn_s, crowded_s)
+FIELDS = ("handed", "beside_copies_s", "crowded_s")
+
+
+def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, **more):
+    fields = {name: more.pop(name) for name in FIELDS if name in more}
+    task = Task(TaskId(op, phase), Lane.GPU, work=Work(**more))
+    return Timed(task, seconds, spread, issue_s, turn_s, **fields)
 
 
 def copy(nbytes, seconds, **more):
@@ -141,6 +145,74 @@ def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell():
     assert only(curves([product(1, 1.0)], SOURCE)).crowded is None
 
 
+@pytest.mark.parametrize("phase, issue_s, turn_s", [("prefill", 3.0, 2.0), ("decode", 7.0, 5.0)])
+def test_of_waves_host_code_is_that_of_most_micro_batches(phase, issue_s, turn_s):
+    """A small wave has but one, which finds the thread rested."""
+    some = [
+        product(n, n, issue_s=i, turn_s=t, handed=k, phase=phase)
+        for n, i, t, k in ((1, 9.0, 6.0, 2), (2, 7.0, 5.0, 2), (4, 3.0, 2.0, 16))
+    ]
+    found = only(curves(some, SOURCE))
+    assert set(found.issue_s) == {(issue_s,)} and set(found.turn_s) == {(turn_s,)}
+
+
+def test_what_further_kernels_of_an_expert_take_is_told_by_those_of_one_too():
+    """Each number of them has a curve of its own."""
+    some = [
+        product(n, n, op="expert", launches=k, issue_s=i)
+        for n, k, i in ((8, 1, 4.0), (16, 1, 5.0), (24, 1, 9.0), (32, 4, 8.0))
+    ]
+    one, four = sorted(curves(some, SOURCE), key=lambda c: c.axes["launches"])
+    assert one.axes["launches"] == (1.0,) and four.axes["launches"] == (4.0,)
+    assert one.more_s == four.more_s == 1.0
+    assert set(one.issue_s) == {((5.0,),)} and four.issue_s == (((8.0,),),)
+
+
+def test_what_models_share_is_the_mean_of_all():
+    """Rows of a table are as many bytes whichever model they are of."""
+    rows, other = (
+        curves([at("copy_rows", s * n, issue_s=i, h2d_bytes=n) for n in (1, 2)], source)
+        for s, i, source in ((1.0, 5.0, SOURCE), (3.0, 7.0, "measured: another"))
+    )
+    wide = curves([product(1, 1.0, width=30.0)], "measured: another")
+    mean, alone = merged([*rows, *other, *wide])
+    assert alone is wide[0]
+    assert mean.seconds == (2.0, 4.0) and mean.issue_s == (6.0, 6.0)
+    assert mean.source == "measured: by hand; measured: another" and mean.crowded is None
+
+
+def test_what_is_slower_beside_others_stays_slower_where_one_model_alone_tells():
+    ran = [
+        curves([at("recv_attn", s, beside_copies_s=c, crowded_s=z, h2d_bytes=1)], SOURCE)[0]
+        for s, c, z in ((1.0, 1.5, None), (5.0, None, 4.0))
+    ]
+    (mean,) = merged(ran)
+    assert (mean.seconds, mean.beside_copies, mean.crowded) == ((3.0,), (3.0,), (5.0,))
+
+
+def test_what_copies_slow_is_slower_still_in_a_crowd():
+    some = [
+        at("recv_attn", 1.0 * n, beside_copies_s=c, crowded_s=z, h2d_bytes=n)
+        for n, c, z in ((1, 2.0, 5.0), (2, 4.0, 3.0), (4, None, None))
+    ]
+    found = only(curves(some, SOURCE))
+    assert found.seconds == (1.0, 2.0, 4.0)
+    assert found.beside_copies == (2.0, 4.0, 8.0)
+    # Noise: twice as much, and no slower than beside copies alone; the median ratio is 3.25.
+    assert found.crowded == (4.5, 4.5, 13.0)
+
+
+@pytest.mark.parametrize("op, feature", [("copy_rows", "h2d_bytes"), ("embed", "gpu_bytes")])
+def test_what_binds_a_step_takes_the_thread_no_less_of_more_rows(op, feature):
+    some = [
+        at(op, 1.0 * n, issue_s=i, turn_s=t, **{feature: n})
+        for n, i, t in ((1, 5.0, 10.0), (2, 3.0, 20.0), (4, 0.0, 0.0), (8, 9.0, 40.0))
+    ]
+    found = only(curves(some, SOURCE))
+    # The median where it was not timed.
+    assert found.issue_s == (4.0, 4.0, 5.0, 9.0) and found.turn_s == (10.0, 20.0, 20.0, 40.0)
+
+
 def test_experts_computed_together_are_of_all_that_is_launched():
     some = product(8, 6.0, op="expert", launches=4, issue_s=6.0)
     found = only(curves([some], SOURCE))
@@ -195,6 +267,17 @@ def test_what_lacks_a_point_of_the_grid_is_a_grid_for_itself():
     assert first.axes["bytes_per_row"] == (64.0, 256.0) and first.axes["rows"] == (1.0, 8.0)
     assert second.axes["bytes_per_row"] == (64.0, 256.0, 512.0) and second.axes["rows"] == (1.0,)
     assert second.seconds == (((64,), (256,), (512,)),)
+
+
+def test_the_larger_grid_comes_first_and_is_asked():
+    """One row has but two lengths: the grid with it passes over what is between them."""
+    wide = [attention(n, c, 1.0) for n in (1, 8) for c in (64, 1536)]
+    fine = [
+        attention(n, c, 2.0 if c == 512 else 1.0) for n in (8, 32, 128) for c in (64, 512, 1536)
+    ]
+    first, second = curves([*wide, *fine], SOURCE)
+    assert first.axes["bytes_per_row"] == (64.0, 512.0, 1536.0)
+    assert second.axes["bytes_per_row"] == (64.0, 1536.0) and second.axes["rows"][0] == 1.0
 
 
 def test_prompts_of_several_lengths_are_one_grid():

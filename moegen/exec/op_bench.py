@@ -18,7 +18,6 @@ from moegen.exec.runner import Runner
 from moegen.exec.step import Step
 from moegen.exec.synthetic import MadeUp
 from moegen.exec.timing import Bench, Work
-from moegen.graph.curve import BESIDE_COPIES
 from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
 
@@ -28,6 +27,10 @@ _COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
 # Beyond so much the thread is far ahead; the share of copies that surely did not wait for room.
 _FAR_AHEAD_S, _UNBLOCKED = 0.02, 0.1
+# So many times the median is more than any state of the thread's makes of it.
+_HELD_UP = 3.0
+# What carries rows up the link: copies of weights slow it, to half of its speed.
+_SLOWED_BY_COPIES = frozenset({"recv_attn"})
 # KV that no cache holds, made up as several sets of rows.
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
@@ -48,9 +51,12 @@ class Timed(NamedTuple):
         What the issuing thread took to hand it over, in a run.
     turn_s : float
         What it took before, once it could: putting waits before it, binding its step.
+    handed : int
+        How many times both are the mean of.
+    beside_copies_s : float or None
+        The mean of the runs beside copies of weights, of what these slow; None of the rest.
     crowded_s : float or None
-        The mean of the runs beside zero-copy kernels, or copies of weights (of ops in
-        `moegen.graph.curve.BESIDE_COPIES`); None where there were none.
+        The mean of the runs beside zero-copy kernels; None where there were none.
     """
 
     task: Task
@@ -58,6 +64,8 @@ class Timed(NamedTuple):
     spread: float
     issue_s: float = 0.0
     turn_s: float = 0.0
+    handed: int = 1
+    beside_copies_s: float | None = None
     crowded_s: float | None = None
 
 
@@ -77,6 +85,17 @@ def _mean(spans: Sequence[float]) -> float:
     # Steps are made of means; but what comes once in a while is no property of the task.
     inner = sorted(spans)[len(spans) // 10 : max(1, len(spans) - len(spans) // 10)]
     return max(float(np.mean(inner)), 1e-9)
+
+
+def _usual(host_s: Sequence[float]) -> float:
+    """The mean, for a layer's first task of an op finds the thread rested, and takes more of it
+    than those that follow; without what another process held up."""
+    most_s = _HELD_UP * float(np.median(host_s))
+    return float(np.mean([s for s in host_s if s <= most_s]))
+
+
+def _unblocked(host_s: Sequence[float]) -> float:
+    return float(np.quantile(host_s, _UNBLOCKED))
 
 
 class OpBench:
@@ -161,16 +180,22 @@ class OpBench:
 
     def _time(self, tasks: Sequence[Task], span_s: float) -> Timed:
         first = tasks[0]
-        if first.id.op in BESIDE_COPIES and self._on_gpu and (copies := self._weights):
-            ways = [self._by_itself(tasks, span_s, [])]
-            crowded = self._by_itself(tasks, span_s, copies)
+        beside_copies: list[float] = []
+        if first.id.op in _SLOWED_BY_COPIES and self._on_gpu and (copies := self._weights):
+            ways, crowded = [self._by_itself(tasks, span_s, [])], []
+            beside_copies = self._by_itself(tasks, span_s, copies)
         else:
             alone, crowded = self._in_step.spans(tasks)
             ways = [alone] if alone else []
             if not alone or first.lane is Lane.BULK:
                 ways.append(self._by_itself(tasks, span_s, self._usual_company(first)))
-        crowded_s = _mean(crowded) if crowded else None
-        return timed(first, *ways, **self._host_s(tasks), crowded_s=crowded_s)
+        return timed(
+            first,
+            *ways,
+            **self._host_s(tasks),
+            beside_copies_s=_mean(beside_copies) if beside_copies else None,
+            crowded_s=_mean(crowded) if crowded else None,
+        )
 
     def _by_itself(
         self, tasks: Sequence[Task], span_s: float, beside: Sequence[tuple[Lane, Work]]
@@ -200,27 +225,30 @@ class OpBench:
         copied = [t for op in ("copy_expert", "copy_dense") for t in self.tasks(op)]
         return [(Lane.BULK, self.work(copied[:1]))] if copied else []
 
-    def _host_s(self, tasks: Sequence[Task]) -> dict[str, float]:
-        """What these took of the issuing thread in the run, in the median.
+    def _host_s(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        """What these took of the issuing thread in the run.
 
-        Of those that their lane waited for, if there are some: these make a step longer, and the
-        thread, which has often rested before, is slower then. Where it is far ahead it waits for
-        room in the driver's queues, which is no work of its own: so a low quantile of copies of
-        weights, and in prefill only tasks that soon began, or a low quantile if there are none.
+        In decode of those that their lane waited for, if there are some: these make a step longer,
+        and the thread, which has often rested before, is slower then. Of waves those that soon
+        began, for where the thread is far ahead it waits for room in the driver's queues, which is
+        no work of its own; a low quantile if there are none, and of copies of weights.
         """
         ids = {t.id for t in tasks}
         times = [t for t in self.records if t.task._replace(step=0) in ids and t.worked]
         if not times:
             return {}
-        q = _UNBLOCKED if tasks[0].lane is Lane.BULK else 0.5
+        of = _usual
         if self.graph.phase == "prefill":
             soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
-            times, q = (soon, q) if soon else (times, _UNBLOCKED)
-        late = [t for t in times if t.late]
-        times = late if len(late) >= LEAST else times
+            times, of = (soon, _usual) if soon else (times, _unblocked)
+        elif len(late := [t for t in times if t.late]) >= LEAST:
+            times = late
+        if tasks[0].lane is Lane.BULK:
+            of = _unblocked
         return {
-            "issue_s": float(np.quantile([t.issued_s - t.issue_s for t in times], q)),
-            "turn_s": float(np.quantile([t.issue_s - t.turned_s for t in times], q)),
+            "issue_s": of([t.issued_s - t.issue_s for t in times]),
+            "turn_s": of([t.issue_s - t.turned_s for t in times]),
+            "handed": len(times),
         }
 
     def _route_evenly(self) -> None:

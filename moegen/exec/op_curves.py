@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,22 +28,26 @@ _BY_PHASE = frozenset(
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
-# Copies of weights, and whose turn it is once a step is known.
+# Copies of weights, and whose turn it is as soon as a step is known: binding one of many tokens
+# drives the thread's code out of the caches.
 _COPIES = frozenset({"copy_dense", "copy_expert"})
-_BINDS = frozenset({"copy_rows"})
+_BINDS = frozenset({"copy_rows", "embed"})
 
 _At = tuple[float, ...]
 
 
 class _Value(NamedTuple):
-    """A point of a curve, see `moegen.graph.curve.Curve`; NaN if it was not timed crowded."""
+    """A point of a curve, see `moegen.graph.curve.Curve`; NaN if it was not timed beside others."""
 
     seconds: float
     spread: float
     issue_s: float
     turn_s: float
+    beside_copies_s: float
     crowded_s: float
-    launches: float  # issue_s is of all of them
+    launches: float  # 1 where seconds are those of all
+    kernels: float  # that issue_s is of
+    weight: float  # of issue_s and turn_s among those of other points
 
 
 _Found = dict[_At, _Value]
@@ -66,17 +71,64 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
         at = tuple(float(FEATURES[name].of(work)) for name in FEATURES_OF[op])
         phase = t.task.id.phase if op in _BY_PHASE else None
         n = 1 if "launches" in FEATURES_OF[op] else work.launches
-        # What it waits for in a crowd it waits for once, however many it launches.
-        wait_s = math.nan if t.crowded_s is None else t.crowded_s - t.seconds
+        # What it waits for beside others it waits for once, however many it launches.
+        alone_s = t.seconds / n
+        copies_s, crowded_s = (
+            math.nan if s is None else alone_s + s - t.seconds
+            for s in (t.beside_copies_s, t.crowded_s)
+        )
+        # Waves have the more micro-batches the larger they are, and most are those of large ones.
+        weight = t.handed if t.task.id.phase == "prefill" else 1
         by_op[op, phase][at].append(
-            _Value(t.seconds / n, t.spread, t.issue_s, t.turn_s, t.seconds / n + wait_s, n)
+            _Value(
+                alone_s,
+                t.spread,
+                t.issue_s,
+                t.turn_s,
+                copies_s,
+                crowded_s,
+                n,
+                work.launches,
+                weight,
+            )
         )
     found = []
     for (op, phase), points in by_op.items():
         once_s = _once_s(points)
-        means = {at: _mean(several, once_s or 0.0) for at, several in points.items()}
-        found += [_curve(op, phase, source, grid, once_s) for grid in _grids(op, means)]
+        means = {at: _mean(several, once_s or 0.0) for at, several in sorted(points.items())}
+        means, more_s = _handed_over(op, means)
+        found += [_curve(op, phase, source, grid, once_s, more_s) for grid in _grids(op, means)]
     return found
+
+
+def merged(found: Sequence[Curve]) -> list[Curve]:
+    """One curve of each op, phase and place: the mean of those of models that share it.
+
+    Parameters
+    ----------
+    found : sequence of Curve
+    """
+    alike: dict[Any, list[Curve]] = defaultdict(list)
+    for c in found:
+        alike[c.ops, c.phase, tuple(tuple(v) for v in c.axes.values())].append(c)
+    return [of[0] if len(of) == 1 else _mean_curve(of) for of in alike.values()]
+
+
+def _mean_curve(of: Sequence[Curve]) -> Curve:
+    def mean(field: str, least: np.ndarray | float = 0.0) -> Any:
+        told = [value for c in of if (value := getattr(c, field)) is not None]
+        return np.maximum(np.mean(told, axis=0), least).tolist() if told else None
+
+    seconds = mean("seconds")
+    copies = mean("beside_copies", np.array(seconds))
+    return replace(
+        of[0],
+        source="; ".join(dict.fromkeys(c.source for c in of)),
+        seconds=seconds,
+        **{name: mean(name) for name in ("spread", "issue_s", "turn_s", "more_s", "once_s")},
+        beside_copies=copies,
+        crowded=mean("crowded", np.array(seconds if copies is None else copies)),
+    )
 
 
 def _once_s(points: Mapping[_At, Sequence[_Value]]) -> float | None:
@@ -105,14 +157,21 @@ def _mean(several: Sequence[_Value], once_s: float) -> _Value:
     ones = []
     for v in several:
         hidden_s = once_s * (1 - 1 / v.launches)
-        ones.append(v._replace(seconds=v.seconds + hidden_s, crowded_s=v.crowded_s + hidden_s))
+        ones.append(
+            v._replace(
+                seconds=v.seconds + hidden_s,
+                beside_copies_s=v.beside_copies_s + hidden_s,
+                crowded_s=v.crowded_s + hidden_s,
+            )
+        )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # none was timed crowded
+        warnings.simplefilter("ignore", RuntimeWarning)  # none was timed beside others
         return _Value(*np.nanmean(ones, axis=0).tolist())
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
-    """Points that are the whole of a grid, all together all of them."""
+    """Points that are the whole of a grid, all together all of them; the largest grid first, which
+    is asked where several tell."""
     rows: dict[_At, _Found] = defaultdict(dict)
     for at, value in sorted(points.items()):
         rows[at[1:]][at] = value
@@ -125,10 +184,12 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
     for kind, firsts in dict.fromkeys((rest[1:], first) for rest, first in reach.items()):
         of = [rest for rest in rows if rest[1:] == kind and set(firsts) <= set(reach[rest])]
         grids.append({at: rows[rest][at] for rest in of for at in rows[rest] if at[0] in firsts})
-    return grids
+    return sorted(grids, key=len, reverse=True)
 
 
-def _curve(op: str, phase: Any, source: str, points: _Found, once_s: float | None) -> Curve:
+def _curve(
+    op: str, phase: Any, source: str, points: _Found, once_s: float | None, more_s: float | None
+) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
     shape = tuple(map(len, axes))
@@ -136,46 +197,59 @@ def _curve(op: str, phase: Any, source: str, points: _Found, once_s: float | Non
     for at, value in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
         values[(slice(None), *place)] = value
-    seconds, spread, issue_s, turn_s, crowded, launches = values
-    issue_s, more_s = _issued_s(op, issue_s, launches)
-    seconds, crowded = _filled(seconds, crowded)
+    seconds, spread, issue_s, turn_s, copies, crowded, *_ = values
+    rising = _rising(seconds)
+    beside_copies = _filled(seconds, copies, rising)
+    crowded = _filled(seconds, crowded, rising if beside_copies is None else beside_copies)
     return Curve(
         ops=(op,),
         axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},
-        seconds=tuple(seconds.tolist()),
+        seconds=tuple(rising.tolist()),
         source=source,
         phase=phase,
         spread=tuple(spread.tolist()),
         issue_s=tuple(issue_s.tolist()),
-        turn_s=tuple(_turn_s(op, turn_s).tolist()),
+        turn_s=tuple(turn_s.tolist()),
         more_s=more_s,
-        once_s=None if once_s is None else min(once_s, float(seconds.min())),
+        once_s=None if once_s is None else min(once_s, float(rising.min())),
+        beside_copies=None if beside_copies is None else tuple(beside_copies.tolist()),
         crowded=None if crowded is None else tuple(crowded.tolist()),
     )
 
 
-def _filled(seconds: np.ndarray, crowded: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Seconds that do not fall along the first axis, as more takes no less and noise turned them
-    round, and those of every point in a crowd, None if that was never seen: where it was not, the
-    median ratio of the points where it was."""
-    ratio = crowded / seconds
-    seconds = _rising(seconds)
+def _filled(alone: np.ndarray, beside: np.ndarray, least: np.ndarray) -> np.ndarray | None:
+    """Seconds beside others at every point, none below ``least``; None if they were never seen:
+    where they were not, the median ratio to ``alone`` of the points where they were."""
+    ratio = beside / alone
     if np.isnan(ratio).all():
-        return seconds, None
+        return None
     ratio = np.where(np.isnan(ratio), np.nanmedian(ratio), ratio)
-    return seconds, _rising(seconds * np.maximum(ratio, 1.0))
+    return _rising(np.maximum(alone * ratio, least))
 
 
 def _rising(values: np.ndarray) -> np.ndarray:
-    """The nearest values, by least squares, that do not fall along the first axis."""
+    """The nearest values, by least squares, that do not fall along the first axis: more takes no
+    less, and noise turned them round."""
     return np.apply_along_axis(lambda row: isotonic_regression(row).x, 0, values)
 
 
+def _handed_over(op: str, points: _Found) -> tuple[_Found, float | None]:
+    """The points of an op with what handing them over takes as all of them together tell it, and
+    each further kernel of a task; None if nothing tells that, and each takes as long."""
+    columns = np.array([[v.issue_s, v.turn_s, v.kernels, v.weight] for v in points.values()])
+    issue_s, turn_s, kernels, weights = columns.T
+    of_all = "launches" in FEATURES_OF[op]
+    issue_s, more_s = _issued_s(op, issue_s, kernels, weights, of_all=of_all)
+    turn_s = _turn_s(op, turn_s, weights)
+    told = zip(points.items(), issue_s.tolist(), turn_s.tolist(), strict=True)
+    return {at: v._replace(issue_s=i, turn_s=t) for (at, v), i, t in told}, more_s
+
+
 def _issued_s(
-    op: str, issue_s: np.ndarray, launches: np.ndarray
+    op: str, issue_s: np.ndarray, kernels: np.ndarray, weights: np.ndarray, *, of_all: bool
 ) -> tuple[np.ndarray, float | None]:
-    """What handing the first kernel of a task over takes at every point, and each further one;
-    None if nothing tells, and each takes as long.
+    """What handing the first kernel of a task over takes at every point, all of them with
+    ``of_all``, and each further one.
 
     It is the same work whatever a kernel works on, and takes a third more or less from run to
     run: so all points tell it together. A copy of weights that waits for room in the driver's
@@ -186,27 +260,33 @@ def _issued_s(
         return issue_s, None
     if op in _BINDS:
         return _by_size(issue_s), None
-    if op in _COPIES:
-        of_one = timed & (launches == 1)
-        of = of_one if of_one.any() else timed
-        return np.full(issue_s.shape, (issue_s / launches)[of].min()), None
-    one, several = timed & (launches == 1), timed & (launches > 1)
-    if not one.any() or not several.any():
-        return np.full(issue_s.shape, np.median((issue_s / launches)[timed])), None
-    first_s = np.median(issue_s[one])
-    more_s = np.median((issue_s[several] - first_s) / (launches[several] - 1))
-    return np.full(issue_s.shape, first_s), max(0.0, float(more_s))
+    one, several = timed & (kernels == 1), timed & (kernels > 1)
+    each_s = (issue_s / kernels)[one if op in _COPIES and one.any() else timed]
+    if op in _COPIES or not one.any() or not several.any():
+        of_one_s = each_s.min() if op in _COPIES else _median(each_s, weights[timed])
+        return of_one_s * (kernels if of_all else np.ones_like(kernels)), None
+    first_s = _median(issue_s[one], weights[one])
+    further_s = (issue_s[several] - first_s) / (kernels[several] - 1)
+    more_s = max(0.0, _median(further_s, weights[several]))
+    return first_s + (kernels - 1 if of_all else np.zeros_like(kernels)) * more_s, more_s
 
 
-def _turn_s(op: str, turn_s: np.ndarray) -> np.ndarray:
+def _turn_s(op: str, turn_s: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """What comes before that at every point; all of them tell it together too."""
     timed = turn_s > 0
     if not timed.any():
         return turn_s
-    return _by_size(turn_s) if op in _BINDS else np.full(turn_s.shape, np.median(turn_s[timed]))
+    if op in _BINDS:
+        return _by_size(turn_s)
+    return np.full(turn_s.shape, _median(turn_s[timed], weights[timed]))
+
+
+def _median(values: np.ndarray, weights: np.ndarray) -> float:
+    return float(np.median(np.repeat(values, np.rint(weights).astype(int))))
 
 
 def _by_size(host_s: np.ndarray) -> np.ndarray:
-    """What binds a step takes longer the more rows it has; the median where it was not timed."""
+    """What comes with binding a step takes no less the more rows it has; the median where it was
+    not timed."""
     timed = host_s > 0
-    return np.where(timed, host_s, np.median(host_s[timed]))
+    return _rising(np.where(timed, host_s, np.median(host_s[timed])))

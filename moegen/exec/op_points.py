@@ -25,17 +25,19 @@ _SINGLE_ROWS = (1, 64, 1024)
 _LEAST_CONTEXT, _MOST_CONTEXT, _ATTENDED_TOKENS = 16, 512, 1 << 18
 # Of attention: rows on the CPU, context, and micro-batches of as many rows on the GPU (the first
 # of a layer takes longer to hand over); what is far apart first, so that little time gives a wide
-# grid.
+# grid. A GPU splits rows of more than a block of tokens, which takes another kernel and adds up
+# the parts: so there is one context just beyond.
 _ATTENTION = (
     (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3),
-    (512, 512, 0), (2048, 64, 0), (8, 512, 3), (128, 512, 3), (512, 64, 0),
-    (32, 64, 3), (32, 1536, 3), (1, 64, 3), (1, 1536, 3),
+    (512, 512, 0), (2048, 64, 0), (8, 512, 3), (128, 512, 3), (8, 192, 3), (128, 192, 3),
+    (32, 64, 3), (32, 192, 3), (32, 512, 3), (32, 1536, 3), (512, 64, 0), (1, 64, 3), (1, 1536, 3),
 )  # fmt: skip
 # Tokens of a product that tell what launching a further one takes.
 _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # Tokens of a wave, and of a product: first what keeps a GPU busy all the time, for it computes
-# slower then.
-_WAVES = ((65536, 65536), (65536, 2048), (4096, 65536), (1024, 65536), (256, 65536), (64, 65536))
+# slower then, in one product and in several.
+_LARGE_WAVE, _PARTS = 65536, (65536, 8192, 2048)
+_WAVES = (*((_LARGE_WAVE, n) for n in _PARTS), *((n, n) for n in (4096, 1024, 256, 64)))
 _PROMPT = 64
 # Prompts of a micro-batch by length, and tokens of all of them. A kernel works in tiles of some 128
 # tokens, and a prompt of 16 takes it more than half as long: so short lengths lie close.
@@ -212,7 +214,8 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
             yield Point(g, ("copy_expert", "expert"), "decode, single experts")
     if on_gpu:
         s = strategy(model, 1024, 1024, 0.5, group, _SMALL_PRODUCT)
-        yield Point(build(model, s, kv_len=_LEAST_CONTEXT), ("route",), "decode, small products")
+        g = build(model, s, kv_len=_LEAST_CONTEXT)
+        yield Point(g, ("route", "expert"), "decode, small products")
     for rows, context, parts in _ATTENTION:
         s = strategy(model, (parts + 1) * rows, rows, 1 / (parts + 1), group)
         yield Point(build(model, s, kv_len=context - 1), ATTENTION_OPS, "attention")

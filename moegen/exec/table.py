@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from moegen.exec.issue import Times
 from moegen.exec.lanes import forget_gpu_memory
 from moegen.exec.loading import checked_device
 from moegen.exec.op_bench import Timed, op_bench
-from moegen.exec.op_curves import curves
+from moegen.exec.op_curves import curves, merged
 from moegen.exec.op_points import (
     MOST_BYTES,
     MOST_CPU_BYTES,
@@ -173,7 +172,7 @@ def measure_table(
         date=time.strftime("%Y-%m-%d"),
         versions=_versions(),
         dtype=rates.dtype_name(dtype),
-        curves=tuple(_distinct(found)),
+        curves=tuple(merged(found)),
         peaks={},
         company=tuple(beside),
         latencies=latencies(records, on_gpu=device.type == "cuda"),
@@ -212,18 +211,6 @@ def _of_point(
         records.append(ops.records)
         for op in point.ops:
             yield from ops.time(op, _SPAN_S)
-
-
-def _distinct(found: Sequence[Curve]) -> list[Curve]:
-    """One curve of each op, phase and place: of models that share a width, the first."""
-    seen: set[Any] = set()
-    kept = []
-    for c in found:
-        key = c.ops, c.phase, tuple(tuple(v) for v in c.axes.values())
-        if key not in seen:
-            seen.add(key)
-            kept.append(c)
-    return kept
 
 
 def _as_fast_as_seen(machine: HardwareSpec, found: Sequence[Curve]) -> HardwareSpec:

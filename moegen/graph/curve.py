@@ -14,8 +14,6 @@ from moegen.graph.checks import number
 from moegen.graph.features import FEATURES_OF
 from moegen.graph.layer import Phase
 
-# What carries rows up the link beside copies of weights: these slow it, to half of its speed.
-BESIDE_COPIES = frozenset({"recv_attn"})
 # Two means of the same numbers may differ by so much of them.
 _ROUNDING = 1e-9
 
@@ -49,16 +47,18 @@ class Curve:
         as for that unless given.
     once_s : float, optional
         Of ``seconds``, what a task does once, however many kernels it launches; 0 unless given.
+    beside_copies : nested sequence of float, shape as seconds, optional
+        Seconds of one kernel while weights are copied all the time, where that slows it.
     crowded : nested sequence of float, shape as seconds, optional
-        Seconds of one kernel while zero-copy kernels are at work beside it all the time, or
-        copies of weights (of ops in `BESIDE_COPIES`); several of a task wait for them once.
+        Seconds of one kernel while zero-copy kernels are at work beside it all the time, and
+        copies of weights too if these slow it. Several kernels of a task wait for either once.
 
     Raises
     ------
     InvalidInput
         If ops, features or the phase are not known, a number is not finite and positive (a
         spread, issue_s, turn_s: not negative), an axis does not rise, seconds fall along the
-        first one, once_s is above the least of them, or crowded is below them.
+        first one, once_s is above the least of them, or seconds beside others are below them.
     """
 
     ops: tuple[str, ...]
@@ -71,6 +71,7 @@ class Curve:
     turn_s: tuple[Any, ...] | None = None
     more_s: float | None = None
     once_s: float | None = None
+    beside_copies: tuple[Any, ...] | None = None
     crowded: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -108,9 +109,10 @@ class Curve:
             if (value := getattr(self, field)) is not None:
                 value = _grid(value, shape, f"{name}: {field}", at_least=0)
                 object.__setattr__(self, field, value)
-        if self.crowded is not None:
-            crowded = _grid(self.crowded, shape, f"{name}: crowded", above=0)
-            object.__setattr__(self, "crowded", crowded)
+        for field in ("beside_copies", "crowded"):
+            if (value := getattr(self, field)) is not None:
+                value = _grid(value, shape, f"{name}: {field}", above=0)
+                object.__setattr__(self, field, value)
         for field in ("more_s", "once_s"):
             if (value := getattr(self, field)) is not None:
                 value = number(value, f"{name}: {field}", at_least=0)
@@ -122,7 +124,8 @@ class Curve:
                 f"least are {least_s:g}"
             )
         self._check_rising()
-        self._check_crowded()
+        alone = self._check_slower(self.seconds, "alone", self.beside_copies, "beside copies")
+        self._check_slower(*alone, self.crowded, "crowded")
 
     def _check_rising(self) -> None:
         # More of the same takes no less. Other features may: many short prompts, say, take longer
@@ -138,17 +141,19 @@ class Curve:
                 f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall along it"
             )
 
-    def _check_crowded(self) -> None:
-        if self.crowded is None:
-            return
-        alone, crowded = np.array(self.seconds), np.array(self.crowded)
-        less = np.argwhere(crowded < alone * (1.0 - _ROUNDING))
+    def _check_slower(self, fewer: Any, how: str, more: Any, and_how: str) -> tuple[Any, str]:
+        """With more at work beside it nothing is faster; what the next are to be held against."""
+        if more is None:
+            return fewer, how
+        few, many = np.array(fewer), np.array(more)
+        less = np.argwhere(many < few * (1.0 - _ROUNDING))
         if len(less):
             at = less[0].tolist()
             raise InvalidInput(
-                f"{self.describe(at)}: {crowded[tuple(at)]:g} s crowded, less than the "
-                f"{alone[tuple(at)]:g} s alone: nothing is faster for what is at work beside it"
+                f"{self.describe(at)}: {many[tuple(at)]:g} s {and_how}, less than the "
+                f"{few[tuple(at)]:g} s {how}: nothing is faster for what is at work beside it"
             )
+        return more, and_how
 
     def describe(self, index: Sequence[int]) -> str:
         """A point of the grid, for a person."""

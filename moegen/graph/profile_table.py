@@ -19,6 +19,7 @@ The file is JSON::
         "turn_s": [9e-06, 9e-06],
         "more_s": null,
         "once_s": null,
+        "beside_copies": null,
         "crowded": null},
        ...],
      "company": [
@@ -38,8 +39,9 @@ one value says which shape was measured. Seconds do not fall along the first axi
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
 takes to hand one over and ``turn_s`` what it takes for the task before that, for each value of
 ``seconds`` too; ``more_s`` is what it takes for each further one of a task; ``once_s`` is what of
-the seconds a task takes once, however many kernels it launches; and ``crowded`` are the seconds
-beside zero-copy kernels, or beside copies of weights (`moegen.graph.curve`). An op may have several
+the seconds a task takes once, however many kernels it launches; and ``beside_copies`` and
+``crowded`` are the seconds beside copies of weights and beside zero-copy kernels
+(`moegen.graph.curve`). An op may have several
 curves: of the widths of several models, or of one phase each (``null`` is both). ``company`` says
 what a resource gives while another is in use (`moegen.graph.company`), and ``latencies``, those
 that are there, how long it takes to notice that a task has ended and how long launches take to a
@@ -70,7 +72,7 @@ FORMAT = "moegen.profile/2"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
-_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "more_s", "once_s", "crowded")
+_MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "more_s", "once_s", "beside_copies", "crowded")
 _CURVE = ("ops", "source", "axes", "seconds", *_MAY_LACK)
 _COMPANY = ("resource", "beside", "share", "source")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from moegen.errors import GraphError
-from moegen.graph.curve import BESIDE_COPIES, Curve
+from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.layer import Phase
@@ -49,7 +49,8 @@ class Measured(Roofline):
     ``duplex_bytes_per_s``: zero-copy kernels (lanes KV and ACT) then also draw on what such
     kernels get of the link, and host memory is what CPU attention gets of it, which copies
     disturb rather than draw on. What lane ACT moves draws on nothing where it was measured: it is
-    too small to slow copies of weights. How much these slow it is in its curve.
+    too small to slow copies of weights. How much these slow it is in its curve
+    (``beside_copies``).
 
     Parameters
     ----------
@@ -138,10 +139,8 @@ class Measured(Roofline):
             seconds *= self._physics(lane, work) / self._physics(lane, read.edge)
         elif further_s:
             provenance = Provenance.INTERPOLATED
-        slowed_by = "h2d" if task.op in BESIDE_COPIES else "zero_copy"
         # Without company it draws on the link itself, and shares it with copies so.
-        known = read.keeps < 1 and (slowed_by == "zero_copy" or self.table.company)
-        keeps = {slowed_by: read.keeps} if known else {}
+        keeps = {r: x for r, x in read.keeps.items() if r == "zero_copy" or self.table.company}
         return Alone(seconds + further_s, provenance, read.issue_s, read.turn_s, keeps)
 
 
@@ -156,8 +155,8 @@ class _Reading(NamedTuple):
         The work nearest to it that is within the grid, None if it is itself.
     issue_s, turn_s : float
         What the issuing thread takes for all that the work launches, and before that.
-    keeps : float
-        The share of its speed that it keeps beside what crowds it, in full use.
+    keeps : mapping of str to float
+        The share of its speed that it keeps beside what slows it, in full use, by resource.
     """
 
     seconds: float
@@ -165,7 +164,7 @@ class _Reading(NamedTuple):
     edge: Work | None
     issue_s: float
     turn_s: float
-    keeps: float
+    keeps: Mapping[str, float]
 
 
 class _Line:
@@ -178,7 +177,8 @@ class _Line:
         self.of_one = "launches" not in curve.axes
         self._launches = curve.axes.get("launches", (1.0,))
         self._issue_s, self._turn_s, self._more_s = curve.issue_s, curve.turn_s, curve.more_s
-        self._crowded, self._once_s = curve.crowded, curve.once_s or 0.0
+        self._once_s = curve.once_s or 0.0
+        self._beside = {"h2d": curve.beside_copies, "zero_copy": curve.crowded}
 
     def distance(self, work: Work) -> float:
         """How far ``work`` is beyond the grid: 0 within it."""
@@ -201,9 +201,8 @@ class _Line:
         if edge is not None:
             provenance = Provenance.EXTRAPOLATED
         turn_s = 0.0 if self._turn_s is None else _read(self._turn_s, places, 0)
-        keeps = 1.0
-        if self._crowded is not None:
-            keeps = seconds / (seconds + _read(self._crowded, places, 0) - one_s)
+        slower_s = {r: _read(s, places, 0) - one_s for r, s in self._beside.items() if s}
+        keeps = {r: seconds / (seconds + s) for r, s in slower_s.items() if s > 0}
         return _Reading(seconds, provenance, edge, self._issued_s(work, places), turn_s, keeps)
 
     def _issued_s(self, work: Work, places: Sequence[tuple[int, float]]) -> float:
