@@ -65,9 +65,11 @@ def _setting(kept: Kept) -> list[str]:
     lines.append(f"Run: {ran}, at true width, with random weights.")
     if kept.notes is None:
         return [*lines, "What the profile took was not kept.", ""]
+    compiled_s = kept.notes.get("compiled_s")
+    after = f", after {compiled_s:.0f} s of compiling the CPU's kernel" if compiled_s else ""
     lines.append(
         f"The calibration is `moegen profile` alone, of this machine; it took "
-        f"{kept.notes['seconds']:.0f} s."
+        f"{kept.notes['seconds']:.0f} s{after}."
     )
     lines += ["", *(f"- left out of the profile: {note}" for note in kept.notes["notes"]), ""]
     return lines
