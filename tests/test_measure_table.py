@@ -20,6 +20,7 @@ from moegen.errors import Infeasible, InvalidInput, MachineError  # noqa: E402
 from moegen.exec import company as company_module  # noqa: E402
 from moegen.exec import table as table_module  # noqa: E402
 from moegen.exec.company import PAIRS  # noqa: E402
+from moegen.exec.neighbours import Neighbours  # noqa: E402
 from moegen.exec.table import _as_fast_as_seen  # noqa: E402
 from moegen.graph import host_memory  # noqa: E402
 from moegen.graph.curve import Curve  # noqa: E402
@@ -128,11 +129,12 @@ def test_waiting_was_measured_too(profiled):
 # -- parts ---------------------------------------------------------------------------
 
 
-def test_time_is_respected_and_each_op_measured_all_the_same(quick):
+def test_time_is_respected_and_each_op_measured_all_the_same(quick, monkeypatch):
     """Without any time at all each op is measured at its smallest size, no op at any other."""
+    monkeypatch.setattr(Neighbours, "note", lambda self: "others used all cores")
     notes: list[str] = []
     table = mg.profile(mixtral(), device="cpu", budget_s=0.01, notes=notes)
-    assert len(notes) == 2 and "prompts" in notes[0]
+    assert len(notes) == 3 and "prompts" in notes[0] and notes[2] == "others used all cores"
     assert re.fullmatch(
         r"it took \d+ s, not 0.01 s: rates, lanes .* are measured whatever .*", notes[1]
     )

@@ -20,6 +20,7 @@ from moegen.exec.families import family_for
 from moegen.exec.issue import Times
 from moegen.exec.lanes import forget_gpu_memory
 from moegen.exec.loading import checked_device
+from moegen.exec.neighbours import Neighbours
 from moegen.exec.op_bench import Timed, op_bench
 from moegen.exec.op_curves import curves, merged
 from moegen.exec.op_points import (
@@ -104,7 +105,7 @@ def measure_table(
     say : callable
         Hears what is being measured.
     notes : list of str, optional
-        Gets a line for everything that was left out.
+        Gets a line for everything that was left out, and one if others used the cores meanwhile.
 
     Raises
     ------
@@ -121,6 +122,7 @@ def measure_table(
     for part in parts:  # before anything is measured
         family_for(part, dtype, device)
     began, notes = time.perf_counter(), [] if notes is None else notes
+    neighbours = Neighbours()
     say("rates of the machine")
     machine = machine_profile(device, dtype, fresh=True, notes=notes)
     say("copies by size")
@@ -166,6 +168,8 @@ def measure_table(
             f"it took {took_s:.0f} s, not {budget_s:g} s: rates, lanes beside one another and one "
             f"size of each operation are measured whatever time there is"
         )
+    if (note := neighbours.note()) is not None:
+        notes.append(note)
     return ProfileTable(
         # Each op's host code is measured: one number for all of them would count it twice.
         machine=replace(_as_fast_as_seen(machine, found), task_s=None),
@@ -269,7 +273,7 @@ def profile(
     on_progress : callable
         Hears in words what is being measured.
     notes : list of str, optional
-        Gets a line for everything that was left out.
+        Gets a line for everything that was left out, and one if others used the cores meanwhile.
 
     Returns
     -------
