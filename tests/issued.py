@@ -69,6 +69,7 @@ class _Stream:
 
     def __init__(self, lanes: VirtualLanes, lane: Lane) -> None:
         self.lanes, self.lane, self.free_s = lanes, lane, 0.0
+        self.before_s = -math.inf  # when all that it waits for will have ended
 
     def submit(self, work: Callable[[], None]) -> None:
         work()
@@ -84,6 +85,7 @@ class _Stream:
         late_s = self.lanes.latencies.gpu_to_cpu_s if self.lane is Lane.CPU else 0.0
         if event.lane is not self.lane:
             self.free_s = max(self.free_s, event.at_s + late_s)
+            self.before_s = max(self.before_s, event.at_s)
 
 
 class _OnVirtualClock(Issuer):
@@ -100,7 +102,10 @@ class _OnVirtualClock(Issuer):
         if task.lane is not Lane.CPU and lanes.issue_s[task.id]:
             begins_s = lanes.now_s + lanes.latencies.issue_to_start_s
             stream.free_s = max(stream.free_s, begins_s)
+        if task.lane in (Lane.GPU, Lane.ACT, Lane.KV) and lanes.seconds[task.id]:
+            stream.free_s = max(stream.free_s, stream.before_s + lanes.latencies.gpu_to_gpu_s)
         super()._issue(q, stream, task, step, began)
+        stream.before_s = stream.free_s
 
     def _rest(self, quiet, streams) -> None:
         lanes = self.lanes

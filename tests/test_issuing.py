@@ -176,6 +176,26 @@ def test_the_thread_waits_for_the_cpu_and_the_cpu_for_the_gpu():
     }
 
 
+def test_a_gpu_goes_from_one_task_to_the_next_in_a_moment():
+    """Events lie between them, whichever lanes they are on; copies of weights have them in."""
+    graph = TaskGraph(
+        (task("a", "GPU"), task("b", "GPU"), task("c", "KV"), task("d", "BULK"), task("e", "BULK")),
+        (edge("a", "c"),),
+    )
+    cost = fixed({"a": 8, "b": 1, "c": 1, "d": 1, "e": 1}, 0.5, Latencies(gpu_to_gpu_s=0.25))
+    assert times(simulate(graph, cost)) == {
+        "d": (0.0, 1.5),
+        "e": (1.5, 2.5),
+        "a": (1.0, 9.0),
+        "c": (9.25, 10.25),
+        "b": (9.25, 10.25),
+    }
+    # What comes too late for it waits for its launch, and no longer; what does nothing for nothing.
+    slow = fixed({"a": 1, "b": 1, "c": 0}, {"a": 0.5, "b": 2.0}, Latencies(gpu_to_gpu_s=0.25))
+    some = TaskGraph(graph.tasks[:3], ())
+    assert times(simulate(some, slow)) == {"a": (0.0, 1.0), "b": (1.25, 2.5), "c": (0.0, 0.0)}
+
+
 def test_urgent_lanes_go_first_and_the_gpu_has_one_task_a_turn():
     lane_of = {"g1": "GPU", "g2": "GPU", "b1": "BULK", "b2": "BULK", "k1": "KV"}
     tasks = [task(op, lane) for op, lane in lane_of.items()]
@@ -355,7 +375,8 @@ def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps):
     issue_s = {t.id: float(rng.integers(0, 4)) for t in graph}
     issue_s[graph.tasks[0].id] += 1  # at least one takes some
     turn_s = {t.id: float(rng.integers(0, 3)) for t in graph}
-    latencies = Latencies(*rng.integers(0, 4, 4).astype(float).tolist())
+    late = rng.integers(0, 4, 5).astype(float).tolist()
+    latencies = Latencies(*late[:4], gpu_to_gpu_s=late[4])
 
     def needs_step(t):
         return tells and not (t.lane is Lane.BULK and t.id not in reads)
@@ -382,7 +403,7 @@ def test_steps_of_models_are_handed_over_as_the_executor_does(name, omega, fetch
         return t.id.op != "copy_dense" and (t.id.op != "copy_expert" or fetch == "routed")
 
     turn_s = {i: min(s, 2.0) for i, s in issue_s.items()}
-    of = seconds, issue_s, turn_s, Latencies(3.0, 5.0, 4.0, 2.0), 4
+    of = seconds, issue_s, turn_s, Latencies(3.0, 5.0, 4.0, 2.0, gpu_to_gpu_s=1.0), 4
     run = simulated(graph, *of)
     assert run is not None and run == executed(graph, needs_step, *of)
 

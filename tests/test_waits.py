@@ -75,3 +75,22 @@ def test_a_gpu_that_waits_for_launches_begins_and_ends_a_little_after_them():
     assert found == Latencies(issue_to_start_s=0.25, issued_to_end_s=0.375)
     # On CPU lanes threads work while they are handed more.
     assert latencies([late, others], on_gpu=False) == Latencies()
+
+
+def test_a_gpu_takes_a_moment_from_one_task_to_the_next():
+    # Handed over from 1 to 2, and then come those that a run has of each op.
+    ran = [
+        launched("post_attn", 3.0, 4.0),
+        launched("route", 4.25, 5.0),
+        launched("expert", 9.0, 10.0),  # waits for a copy, as it may
+        launched("combine", 10.5, 11.0),
+        launched("lm_head", 12.0, 13.0),
+        launched("sample", 13.25, 14.0),
+        launched("append_kv", 13.5, 20.0),  # of another lane
+    ]
+    found = latencies([ran], on_gpu=True)
+    assert found == Latencies(gpu_to_gpu_s=0.25)  # an op's median each: 0.25, 0.5 and 0.25
+    # What was launched only when the one before had ended waited for that.
+    late = [launched("post_attn", 1.5, 1.75), launched("route", 3.0, 4.0)]
+    assert latencies([late], on_gpu=True).gpu_to_gpu_s == 0
+    assert latencies([ran], on_gpu=False) == Latencies()

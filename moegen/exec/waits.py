@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -19,6 +20,8 @@ _PAIRS = {
     "cpu_to_host_s": ("attn_cpu", "recv_attn", "turned_s"),
     "gpu_to_cpu_s": ("send_qkv", "attn_cpu", "start_s"),
 }
+# What waits for the task before it on its lane, and for nothing else.
+_FOLLOWS = frozenset({"attn_prefill", "route", "combine", "sample"})
 # Whose kernels are what tells how long launches are under way: small ones.
 _LAUNCHED = frozenset({Lane.GPU, Lane.ACT})
 
@@ -36,6 +39,7 @@ def latencies(records: Iterable[Sequence[Times]], *, on_gpu: bool) -> Latencies:
     taken: dict[str, list[float]] = {name: [] for name in _PAIRS}
     begins: dict[str, list[float]] = defaultdict(list)
     ends: dict[str, list[float]] = defaultdict(list)
+    between: dict[str, list[float]] = defaultdict(list)
     for times in records:
         for name in _PAIRS:
             taken[name] += _noticed(times, name)
@@ -43,11 +47,14 @@ def latencies(records: Iterable[Sequence[Times]], *, on_gpu: bool) -> Latencies:
             begins[t.task.op].append(t.start_s - t.issue_s)
             if OPS[t.task.op].lane is Lane.GPU:
                 ends[t.task.op].append(t.end_s - t.issued_s)
+        for before, t in _followed(times) if on_gpu else ():
+            between[t.task.op].append(t.start_s - before.end_s)
     return Latencies(
         **{name: _median(each) for name, each in taken.items()},
         # Each op counts once: most tasks are experts.
         issue_to_start_s=max(0.0, _median([_median(each) for each in begins.values()])),
         issued_to_end_s=max(0.0, _median([_median(each) for each in ends.values()])),
+        gpu_to_gpu_s=max(0.0, _median([_median(each) for each in between.values()])),
     )
 
 
@@ -72,6 +79,15 @@ def _noticed(times: Sequence[Times], name: str) -> list[float]:
 def _late(times: Sequence[Times]) -> list[Times]:
     """Tasks that a GPU waited for: it began them before the thread was through."""
     return [t for t in times if OPS[t.task.op].lane in _LAUNCHED and t.late and t.worked]
+
+
+def _followed(times: Sequence[Times]) -> Iterator[tuple[Times, Times]]:
+    """Tasks of the GPU's lane that had been launched when the one before them ended, behind it."""
+    worked = (t for t in times if OPS[t.task.op].lane is Lane.GPU and t.worked)
+    lane = sorted(worked, key=attrgetter("start_s"))
+    for before, t in itertools.pairwise(lane):
+        if t.task.op in _FOLLOWS and t.issued_s < before.end_s:
+            yield before, t
 
 
 def _median(each: Sequence[float]) -> float:

@@ -9,8 +9,8 @@ from moegen.graph.checks import number
 
 @dataclass(frozen=True)
 class Latencies:
-    """Seconds from the end of a task to what waits for it, where no stream waits by itself; and
-    from the issuing thread to a GPU that waits for what it launches.
+    """Seconds from the end of a task to what waits for it; and from the issuing thread to a GPU
+    that waits for what it launches.
 
     Parameters
     ----------
@@ -26,6 +26,8 @@ class Latencies:
     issued_to_end_s : float
         From when the thread is through with a task to its end at the earliest, on a GPU that
         waited for its launches; measured of tasks of several kernels.
+    gpu_to_gpu_s : float
+        From a GPU's task to the start of the next that waits for it, both launched before: events.
 
     Raises
     ------
@@ -38,6 +40,7 @@ class Latencies:
     gpu_to_cpu_s: float = 0.0
     issue_to_start_s: float = 0.0
     issued_to_end_s: float = 0.0
+    gpu_to_gpu_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -27,7 +27,8 @@ The file is JSON::
         "source": "measured: copies beside CPU attention"},
        ...],
      "latencies": {"gpu_to_host_s": 3e-05, "cpu_to_host_s": 2e-05, "gpu_to_cpu_s": 4e-05,
-                   "issue_to_start_s": 3.5e-05, "issued_to_end_s": 2e-05}}
+                   "issue_to_start_s": 3.5e-05, "issued_to_end_s": 2e-05,
+                   "gpu_to_gpu_s": 8e-06}}
 
 ``machine`` is a `HardwareSpec` field by field: the names of GPU and CPU, which say whose file
 this is, and the rates that hold where nothing was measured. ``peaks`` are what the data sheets

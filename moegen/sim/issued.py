@@ -11,6 +11,7 @@ from moegen.graph.task import Lane, TaskGraph
 from moegen.sim.clock import Clock
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.fluid import InterruptibleFluid
+from moegen.sim.handover import rules
 from moegen.sim.issuing import Issuing
 
 #: Lanes whose tasks are one copy or one kernel, launched last of all that handing over does.
@@ -26,16 +27,20 @@ class _Lane:
     """A lane, and the task that it runs, or runs next."""
 
     __slots__ = (
-        "at", "base", "begins_s", "ends_s", "idle", "late_s", "launched_last", "place", "positions"
+        "at", "base", "begins_s", "between_s", "ends_s", "free_s", "idle", "late_s",
+        "launched_last", "place", "positions",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, positions: Sequence[int], latencies: Latencies) -> None:
         self.positions = positions
-        self.late_s = self.begins_s = self.ends_s = 0.0
+        self.late_s = self.begins_s = self.ends_s = self.between_s = 0.0
         if lane is Lane.CPU:
             self.late_s = latencies.gpu_to_cpu_s
         else:
             self.begins_s, self.ends_s = latencies.issue_to_start_s, latencies.issued_to_end_s
+            # Copies of weights were measured one behind another.
+            self.between_s = 0.0 if lane is Lane.BULK else latencies.gpu_to_gpu_s
+        self.free_s = -math.inf  # the last task's end
         self.launched_last = lane in LAUNCHED_LAST
         self.base = self.place = 0
         self.at = positions[0]
@@ -55,8 +60,8 @@ class IssuedRun:
     otherwise it begins when all that it waits for have ended, as without the thread. A copy or a
     kernel of its own is launched last of all, so its work begins only about then; of the GPU's
     several kernels all but the last can be through by then. How long after the thread a GPU
-    begins and ends, `Latencies` says. On the CPU lane a task begins a little later too, since the
-    lane's thread is woken.
+    begins and ends, and how long after what its stream waits for it begins, `Latencies` says. On
+    the CPU lane a task begins a little later too, since the lane's thread is woken.
 
     Parameters
     ----------
@@ -96,6 +101,8 @@ class IssuedRun:
             for position in lane.positions:
                 by_position[position] = lane
         self._lane_of = by_position
+        # What a task's stream waits for by itself, of the same step or before.
+        self._streamed = [[w.at for w in waits if not w.ends] for waits in rules(g).waits]
         self._fluid, self._settle = None, _nothing
         if sharing is not None:
             lane_of = g.structure.lane_of * (total // self._n)
@@ -164,6 +171,8 @@ class IssuedRun:
                 from_s = max(self.end_s[base + other] for other in waits) + lane.late_s
             elif lane.begins_s and self._issue_s[at] > 0:
                 from_s = self._thread.begun_s[at] + lane.begins_s
+            if lane.between_s and self._seconds[at] > 0:
+                from_s = max(from_s, self._before_s(at, base, lane) + lane.between_s)
             if from_s > clock.now:
                 clock.at(from_s, lambda: self._again(lane))
                 return
@@ -180,6 +189,12 @@ class IssuedRun:
                 return
             if not self._worked(lane):
                 return
+
+    def _before_s(self, at: int, base: int, lane: _Lane) -> float:
+        """When the last ended of what a task's stream waits for, the lane's task before it too."""
+        others = (base + other for other in self._streamed[at - base])
+        ends_s = (self.end_s[other] for other in others if other >= 0)
+        return max(lane.free_s, max(ends_s, default=lane.free_s))
 
     def _launched(self, lane: _Lane) -> None:
         assert self._fluid is not None
@@ -219,6 +234,7 @@ class IssuedRun:
         at = lane.at
         self.end_s[at] = self._clock.now
         self._ended[at] = 1
+        lane.free_s = self._clock.now
         lane.advance(self._n)
         if at in self._awaited:
             self._ready += self._awaited.pop(at)
