@@ -47,6 +47,17 @@ def parse_bytes(text: str | int | float) -> int:
     return round(value * _SUFFIX[suffix])
 
 
+def parse_rate(text: str | int | float) -> float:
+    """Bytes a second of ``"25GB/s"``, or of what :func:`parse_bytes` takes.
+
+    Raises
+    ------
+    InvalidInput
+        As :func:`parse_bytes`.
+    """
+    return float(parse_bytes(text.removesuffix("/s") if isinstance(text, str) else text))
+
+
 def format_bytes(n: float) -> str:
     """``n`` bytes for a person, in binary units: ``"1.50 GiB"``."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

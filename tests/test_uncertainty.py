@@ -293,6 +293,8 @@ def test_spread_of_a_cost_model():
 
 def test_refusals():
     g, cost = lane(1), CostModel.fixed({"t": 1.0})
+    with pytest.raises(InvalidInput, match="common of t must be .* of at least 0 and at most 1000"):
+        mg.Spread(common={"t": 1e300})
     with pytest.raises(InvalidInput, match="each of t must be a finite number of at least 0"):
         mg.Spread(each={"t": -0.1})
     with pytest.raises(InvalidInput, match="there is no timeline"):

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from moegen.errors import InvalidInput  # noqa: E402
 from moegen.exec.issue import Times  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
 from moegen.graph.latencies import Latencies  # noqa: E402
@@ -42,6 +43,15 @@ def test_what_was_handed_over_late_was_not_noticed_late():
     assert found.gpu_to_cpu_s == 0.125  # started at 1.5
     # Who was there before the end noticed at once.
     assert latencies([[send, attn._replace(start_s=0.5)]], on_gpu=False).gpu_to_cpu_s == 0.0
+
+
+@pytest.mark.parametrize("seconds", [-1e-9, float("nan"), 1e308])
+def test_a_latency_is_a_moment(seconds):
+    """One of years was found only when a simulation stood still."""
+    with pytest.raises(
+        InvalidInput, match="latencies: gpu_to_cpu_s must be a finite number of at "
+    ):
+        Latencies(gpu_to_cpu_s=seconds)
 
 
 def test_nothing_is_told_by_other_layers_or_none():

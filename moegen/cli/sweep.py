@@ -18,7 +18,7 @@ from moegen.cli.groups import WorkloadFlags, grouped
 from moegen.cli.machine import Profile, measured, other_dtypes
 from moegen.errors import Infeasible, InvalidInput
 from moegen.parts import PARTS
-from moegen.units import format_bytes, format_seconds, parse_bytes
+from moegen.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -257,7 +257,7 @@ def _part(name: str, text: str) -> Iterator[Any]:
 
 def _number(name: str, text: str) -> int | float:
     if name.endswith("_bytes_per_s"):
-        return float(parse_bytes(text.removesuffix("/s")))
+        return parse_rate(text)
     if name.endswith("_bytes") or name in _SIZES:
         return parse_bytes(text)
     try:

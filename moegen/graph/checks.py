@@ -69,7 +69,12 @@ def wholes(
 
 
 def number(
-    value: Any, what: str, *, above: float | None = None, at_least: float | None = None
+    value: Any,
+    what: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
 ) -> float:
     """``value`` as a float, if it is finite and within bounds. Takes no bool and no text.
 
@@ -80,27 +85,32 @@ def number(
     """
     # The message is made when it is needed: a simulation checks millions of numbers.
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise InvalidInput(_wanted_number(what, above, at_least, value))
+        raise InvalidInput(_wanted_number(what, above, at_least, at_most, value))
     real: Any = value
     try:
         result = float(real)
     except OverflowError:
-        raise InvalidInput(_wanted_number(what, above, at_least, value)) from None
+        raise InvalidInput(_wanted_number(what, above, at_least, at_most, value)) from None
     if (
         not math.isfinite(result)
         or (above is not None and result <= above)
         or (at_least is not None and result < at_least)
+        or (at_most is not None and result > at_most)
     ):
-        raise InvalidInput(_wanted_number(what, above, at_least, value))
+        raise InvalidInput(_wanted_number(what, above, at_least, at_most, value))
     return result
 
 
-def _wanted_number(what: str, above: float | None, at_least: float | None, value: Any) -> str:
+def _wanted_number(
+    what: str, above: float | None, at_least: float | None, at_most: float | None, value: Any
+) -> str:
     bound = ""
     if above is not None:
         bound = f" above {above:g}"
     elif at_least is not None:
         bound = f" of at least {at_least:g}"
+    if at_most is not None:
+        bound += f"{' and' if bound else ' of'} at most {at_most:g}"
     return f"{what} must be a finite number{bound}, got {_short(value)}"
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields
 
 from moegen.graph.checks import number
 
+#: More than any takes: a run would seem to stand still.
+MOST_S = 60.0
+
 
 @dataclass(frozen=True)
 class Latencies:
@@ -32,7 +35,7 @@ class Latencies:
     Raises
     ------
     InvalidInput
-        If one is negative or not finite.
+        If one is negative or above `MOST_S`.
     """
 
     gpu_to_host_s: float = 0.0
@@ -44,5 +47,6 @@ class Latencies:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = number(getattr(self, field.name), f"latencies: {field.name}", at_least=0)
+            what = f"latencies: {field.name}"
+            value = number(getattr(self, field.name), what, at_least=0, at_most=MOST_S)
             object.__setattr__(self, field.name, value)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.strategy import Strategy
-from moegen.units import format_bytes, parse_bytes
+from moegen.units import format_bytes, parse_bytes, parse_rate
 
 KNOBS = tuple(f.name for f in dataclasses.fields(Strategy))
 #: All rates of the link, changed together by the name "link".
@@ -162,12 +163,12 @@ def _new(name: str, now: Any, asked: Any) -> Any:
 def _number(name: str, text: str) -> float:
     if name in _SIZES or name.endswith("_bytes"):
         return parse_bytes(text)
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidInput(
-            f'{name} takes a number, or a change such as "x2", "+1" or "-1", got {text!r}'
-        ) from None
+    with suppress(InvalidInput, ValueError):
+        return parse_rate(text) if name.endswith("_bytes_per_s") else float(text)
+    such = 'such as "25GB/s", ' if name.endswith("_bytes_per_s") else ""
+    raise InvalidInput(
+        f'{name} takes a number, {such}or a change such as "x2", "+1" or "-1", got {text!r}'
+    )
 
 
 def _shown(name: str, value: Any) -> str:

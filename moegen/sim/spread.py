@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+#: Times the mean: a deviation that says that nothing is known.
+MOST = 1000.0
+
+
 @dataclass(frozen=True)
 class Spread:
     """Relative standard deviations of durations, by op; 0 for an op that is not named.
@@ -39,7 +43,10 @@ class Spread:
             given = getattr(self, name)
             if not isinstance(given, Mapping):
                 raise InvalidInput(f"{name} must map ops to deviations, got {given!r}")
-            checked = {op: number(v, f"{name} of {op}", at_least=0) for op, v in given.items()}
+            checked = {
+                op: number(v, f"{name} of {op}", at_least=0, at_most=MOST)
+                for op, v in given.items()
+            }
             object.__setattr__(self, name, checked)
 
     @classmethod
