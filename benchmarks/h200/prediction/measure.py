@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--gpu-memory", type=parse_bytes, default=40 * GIB)
     p.add_argument("--host-memory", type=parse_bytes)
     p.add_argument("--budget-s", type=float, default=560, help="for everything")
-    p.add_argument("--profile-s", type=float, default=130)
+    p.add_argument("--profile-s", type=float, default=170, help="kernels compiled, too")
     p.add_argument("--profile-budget-s", type=float, default=BUDGET_S, help="of moegen profile")
     p.add_argument("--points-s", type=float, default=230, help="for a model's points")
     p.add_argument("--slopes-s", type=float, default=120)
