@@ -338,8 +338,8 @@ class Timeline:
 
         Each row is a task and what released it: of the tasks it waited for, the one that
         ended last. ``edge`` is the kind of that edge, ``buffer`` its buffer, ``slack_s``
-        the time from that end to the task's start (0 in a simulation). The first task has no
-        edge.
+        the time from that end to the task's start (in a simulation what handing the task over
+        takes, and latencies; else 0). The first task has no edge.
         """
         import pandas as pd
 

@@ -21,6 +21,7 @@ _SUFFIX = {
     "gib": GIB,
     "tib": TIB,
 }
+_A_SECOND = re.compile(r"/s\s*$", re.IGNORECASE)
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -42,9 +43,10 @@ def parse_bytes(text: str | int | float) -> int:
                 f"B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, such as 8GiB"
             )
         value, suffix = float(match[1]), match[2].lower()
-    if not math.isfinite(value) or value < 0:
+    nbytes = value * _SUFFIX[suffix]
+    if not math.isfinite(nbytes) or nbytes < 0:
         raise InvalidInput(f"{text!r} is not a size: it must be finite and not negative")
-    return round(value * _SUFFIX[suffix])
+    return round(nbytes)
 
 
 def parse_rate(text: str | int | float) -> float:
@@ -55,7 +57,7 @@ def parse_rate(text: str | int | float) -> float:
     InvalidInput
         As :func:`parse_bytes`.
     """
-    return float(parse_bytes(text.removesuffix("/s") if isinstance(text, str) else text))
+    return float(parse_bytes(_A_SECOND.sub("", text) if isinstance(text, str) else text))
 
 
 def format_bytes(n: float) -> str:

@@ -85,6 +85,7 @@ class _Stream:
         late_s = self.lanes.latencies.gpu_to_cpu_s if self.lane is Lane.CPU else 0.0
         if event.lane is not self.lane:
             self.free_s = max(self.free_s, event.at_s + late_s)
+        if event.lane not in (self.lane, Lane.CPU):  # the thread waits for the CPU's, no stream
             self.before_s = max(self.before_s, event.at_s)
 
 

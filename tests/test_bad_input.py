@@ -29,6 +29,7 @@ from moegen.sim.bounds import critical_path_s
 from moegen.sim.cost import CostModel
 from moegen.sim.engine import simulate
 from moegen.timeline import Timeline
+from moegen.units import parse_rate
 
 S = Strategy(B=4, b_a=2, b_e=8, omega=0.5)
 NO_COUNTS = [math.nan, math.inf, -math.inf, "5", 1.5, True, None, [1], -1]
@@ -485,3 +486,14 @@ def test_the_version_without_an_installed_package():
 def test_absurd_counts_are_refused_before_anything_is_made_of_them(key):
     with pytest.raises(InvalidInput, match=f"{key} must be at most"):
         ModelSpec.from_config(MIXTRAL | {key: 10**30}, "absurd")
+
+
+@pytest.mark.parametrize("text", ["25GB/s", " 25 gb/S ", "25e9", 25e9, "2.5e10/s"])
+def test_a_rate_is_a_size_a_second(text):
+    assert parse_rate(text) == 25e9
+
+
+@pytest.mark.parametrize("text", ["1e300GB/s", "1e400", "fast", "25GB/s/s", "-1GB/s", "25GB/min"])
+def test_what_is_no_rate(text):
+    with pytest.raises(InvalidInput, match="is not a size"):
+        parse_rate(text)

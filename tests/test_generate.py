@@ -21,6 +21,7 @@ from moegen.exec import generate, program  # noqa: E402
 from moegen.exec.buffers import Buffers  # noqa: E402
 from moegen.exec.engine import Engine  # noqa: E402
 from moegen.exec.kv import KVStore  # noqa: E402
+from moegen.exec.transfer import transfer_for  # noqa: E402
 from moegen.graph.build import build  # noqa: E402
 from moegen.graph.shape import Shape  # noqa: E402
 from moegen.graph.sizes import Capacity  # noqa: E402
@@ -372,3 +373,27 @@ def test_weights_that_could_not_be_kept_are_fetched_again(engine, monkeypatch):
     assert machinery.resident_dense.keys() == kept
     machinery.keep(0)
     assert not machinery.resident_dense
+
+
+def test_the_host_is_told_through_the_copy_engine_and_of_nothing_large(engine, monkeypatch):
+    """Behind a product that holds the whole GPU a kernel would bring counts late."""
+    told, kernels = [], []
+    of = type(transfer_for(engine.device))
+
+    def spied(name, seen):
+        copy = getattr(of, name)
+
+        def spy(self, dst, src):
+            seen.append(dst.numel())
+            copy(self, dst, src)
+
+        monkeypatch.setattr(of, name, spy)
+
+    spied("down_engine", told)
+    spied("down", kernels)
+    engine.generate(PROMPTS, 3, ignore_eos=True)
+    n_experts = engine.model.layers[-1].n_experts
+    # Counts of each layer that has experts, and a token of each row.
+    assert told.count(n_experts) >= len(engine.model.moe_layers)
+    assert set(told) - {n_experts} <= set(range(1, len(PROMPTS) + 1)) and len(set(told)) > 1
+    assert kernels and n_experts not in kernels  # queries and new KV, for the CPU

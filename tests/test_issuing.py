@@ -20,7 +20,7 @@ from issued import Issued, VirtualLanes, fixed
 
 import moegen as mg
 from moegen.errors import DeadlockError, InvalidInput
-from moegen.exec.issue import MOST_AHEAD
+from moegen.graph.ahead import MOST_AHEAD
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import Edge, EdgeKind, Lane, TaskGraph
 from moegen.sim.cost import Cost, CostModel
@@ -387,11 +387,19 @@ def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps):
 
 @pytest.mark.parametrize("fetch", ["all", "routed"])
 @pytest.mark.parametrize("omega", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("slots", [2, 48])  # the thread is far ahead with so many
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "deepseek-v2-lite"])
-def test_steps_of_models_are_handed_over_as_the_executor_does(name, omega, fetch):
+def test_steps_of_models_are_handed_over_as_the_executor_does(name, slots, omega, fetch):
     model = mg.ModelSpec.from_pretrained(name).with_(n_layers=3)
+    slots = min(slots, model.layers[-1].n_experts)
     s = mg.Strategy(
-        B=6, b_a=2, b_e=16, s_expert=2 * model.expert_bytes, omega=omega, fetch=fetch, kv_slots=2
+        B=6,
+        b_a=2,
+        b_e=16,
+        s_expert=slots * model.expert_bytes,
+        omega=omega,
+        fetch=fetch,
+        kv_slots=2,
     )
     graph = mg.build(model, s, kv_len=30)
     rng = np.random.default_rng(0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections import namedtuple
 
 import pytest
@@ -62,7 +65,10 @@ def test_a_moment_tells_nothing(machine):
     assert seen.cores() == 0 and seen.note() is None
 
 
-def test_here_it_is_no_more_than_all_cores():
+def test_here_a_process_that_does_nothing_else_is_seen():
     seen = Neighbours()
-    neighbours.time.sleep(1.1)
-    assert 0 <= seen.cores() <= 1.2 * len(seen._cores)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        time.sleep(2)
+        used = seen.cores()
+        other.kill()
+    assert 0.2 < used < 1.2 * len(seen._cores)

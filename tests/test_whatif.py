@@ -82,6 +82,9 @@ def test_a_link_twice_as_fast_by_hand():
     assert str(told) == "link twice as fast: 1.50 s -> 750 ms, -50%"
     told = mg.what_if(run, cost, h2d_bytes_per_s=75e9)
     assert mg.what_if(run, cost, h2d_bytes_per_s="75GB/s").period_s == told.period_s
+    for factor in ("1.5", "0.9"):
+        said = str(mg.what_if(run, cost, h2d_bytes_per_s=f"x{factor}"))
+        assert said.startswith(f"link to the GPU {factor} times as fast: ")
     limit = C2.host_bytes_per_s  # host memory cannot give as much
     assert told.period_s == pytest.approx(1.5 * 25e9 / min(75e9, limit), rel=1e-9)
     # A rate that nothing here draws on changes nothing, to the last digit.
@@ -252,7 +255,10 @@ REFUSED = [
     ({"link": 2}, 'link takes a factor such as "x2"'),
     ({"gpu_memory_bytes": "x2"}, "no duration depends on gpu_memory_bytes"),
     ({"task_s": "x2"}, "task_s is None: give its new value"),
-    ({"h2d_bytes_per_s": "fast"}, 'takes a number, such as "25GB/s", or a change such as "x2"'),
+    (
+        {"h2d_bytes_per_s": "fast"},
+        'takes a number, a rate such as "25GB/s", or a change such as "x2"',
+    ),
     ({"gpu_flops": "fast"}, "gpu_flops takes a number, or a change such as"),
     ({"h2d_bytes_per_s": -1.0}, "h2d_bytes_per_s"),
     # Of these the later one counted, and the answer said both.

@@ -24,6 +24,7 @@ from moegen.errors import DeadlockError
 from moegen.exec.delays import Delays
 from moegen.exec.lanes import Event, Stream, UnrecordedEvent, enter
 from moegen.exec.threads import short_sleeps
+from moegen.graph.ahead import MOST_AHEAD
 from moegen.graph.task import EdgeKind, Lane, Task, TaskGraph, TaskId
 
 STALL_S = 600.0
@@ -31,11 +32,6 @@ STALL_S = 600.0
 POLL_S = 20e-6
 # Steps whose events are kept: edges reach one step back, issue runs at most one ahead.
 WINDOW = 4
-# Tasks of a GPU's lane that may have been handed over and not have ended. A driver's queue is not
-# much longer (about a thousand entries, several a task), and launching waits in it until there is
-# room: meanwhile the thread could hand nothing over to lanes that idle. Copies of weights have most
-# entries each, and take so long that a few are enough.
-MOST_AHEAD = dict.fromkeys(Lane, 64) | {Lane.BULK: 16}
 # Steps that may be bound before the times of the first of them are known: more than that, and
 # records pile up where steps are short.
 UNRESOLVED = 4
@@ -352,15 +348,13 @@ class Issuer(Generic[StepT]):
 
     def _far_ahead(self, q: _Queue) -> bool:
         """Whether a lane has so much before it that nothing is to be added."""
-        k = q.issued - MOST_AHEAD[q.lane]
-        if k < q.ended:
+        most = MOST_AHEAD.get(q.lane)
+        if most is None or (k := q.issued - most) < q.ended:
             return False
         index, position = divmod(k, len(q.tasks))
         found = q.ends[index % WINDOW][position]
         if found is not None and found[0] == index:
             event = found[1]
-            if event.rings:  # a thread's queue has no end
-                return False
             if not event.ready():
                 self._later(event)
                 return True

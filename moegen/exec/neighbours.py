@@ -16,7 +16,7 @@ _IDLE = frozenset({"idle", "iowait", "guest", "guest_nice"})
 
 class Neighbours:
     """Counts from when it is made what other processes, and other machines on the same host, use
-    of the cores that this process may run on."""
+    of the cores that this process may run on. Its own children count as others until they end."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,36 +100,6 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
     return found
 
 
-def merged(found: Sequence[Curve]) -> list[Curve]:
-    """One curve of each op, phase and place: the mean of those of models that share it.
-
-    Parameters
-    ----------
-    found : sequence of Curve
-    """
-    alike: dict[Any, list[Curve]] = defaultdict(list)
-    for c in found:
-        alike[c.ops, c.phase, tuple(tuple(v) for v in c.axes.values())].append(c)
-    return [of[0] if len(of) == 1 else _mean_curve(of) for of in alike.values()]
-
-
-def _mean_curve(of: Sequence[Curve]) -> Curve:
-    def mean(field: str, least: np.ndarray | float = 0.0) -> Any:
-        told = [value for c in of if (value := getattr(c, field)) is not None]
-        return np.maximum(np.mean(told, axis=0), least).tolist() if told else None
-
-    seconds = mean("seconds")
-    copies = mean("beside_copies", np.array(seconds))
-    return replace(
-        of[0],
-        source="; ".join(dict.fromkeys(c.source for c in of)),
-        seconds=seconds,
-        **{name: mean(name) for name in ("spread", "issue_s", "turn_s", "more_s", "once_s")},
-        beside_copies=copies,
-        crowded=mean("crowded", np.array(seconds if copies is None else copies)),
-    )
-
-
 def _once_s(points: Mapping[_At, Sequence[_Value]]) -> float | None:
     """What a task takes once, however many kernels it launches: by how much each of several is
     faster than one alone would be, which is between those that were timed, and no more than all
@@ -164,9 +133,17 @@ def _mean(several: Sequence[_Value], once_s: float) -> _Value:
                 crowded_s=v.crowded_s + hidden_s,
             )
         )
+    weights = [v.weight for v in ones if v.issue_s > 0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # none was timed beside others
-        return _Value(*np.nanmean(ones, axis=0).tolist())
+        mean = _Value(*np.nanmean(ones, axis=0).tolist())
+    if not weights:
+        return mean
+    issue_s, turn_s = (
+        float(np.average([getattr(v, name) for v in ones if v.issue_s > 0], weights=weights))
+        for name in ("issue_s", "turn_s")
+    )
+    return mean._replace(issue_s=issue_s, turn_s=turn_s, weight=sum(weights))
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
@@ -200,7 +177,7 @@ def _curve(
     seconds, spread, issue_s, turn_s, copies, crowded, *_ = values
     rising = _rising(seconds)
     beside_copies = _filled(seconds, copies, rising)
-    crowded = _filled(seconds, crowded, rising if beside_copies is None else beside_copies)
+    crowded = _filled(seconds, crowded, rising)
     return Curve(
         ops=(op,),
         axes={name: tuple(axis) for name, axis in zip(names, axes, strict=True)},

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from moegen.exec.lanes import forget_gpu_memory
 from moegen.exec.loading import checked_device
 from moegen.exec.neighbours import Neighbours
 from moegen.exec.op_bench import Timed, op_bench
-from moegen.exec.op_curves import curves, merged
+from moegen.exec.op_curves import curves
 from moegen.exec.op_points import (
     MOST_BYTES,
     MOST_CPU_BYTES,
@@ -42,7 +43,6 @@ from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.peaks import uses
 from moegen.graph.profile_table import DTYPES, ProfileTable
-from moegen.graph.task import Lane
 
 #: Whose widths are measured unless others are named.
 CUDA_MODELS = ("mixtral-8x7b", "deepseek-v2-lite")
@@ -67,6 +67,8 @@ BUDGET_S = 114.0
 _DECODE_SHARE = 0.55
 # What one measurement lasts, and what a task may take before larger ones are left out.
 _SPAN_S, _LONGEST_S = 0.015, 0.25
+# What is so many bytes and nothing else, whichever model it is of.
+_ALIKE = frozenset({"copy_dense", "copy_expert", "copy_rows", "copy_tokens"})
 # For company.
 _REST_S = 8.0
 # So many times the time that there was is told.
@@ -126,7 +128,7 @@ def measure_table(
     say("rates of the machine")
     machine = machine_profile(device, dtype, fresh=True, notes=notes)
     say("copies by size")
-    sizes = list(bulk_copies(device, _SPAN_S))  # copies are alike, whichever model's they are
+    alike = list(bulk_copies(device, _SPAN_S))  # whichever model's they are
     found: list[Curve] = []
     records: list[Sequence[Times]] = []
     last_s = began + budget_s - _REST_S
@@ -154,10 +156,10 @@ def measure_table(
                 f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
                 f"roofline goes on from what was measured"
             )
-        sizes += [t for t in timed if t.task.lane is Lane.BULK]
-        found += curves([t for t in timed if t.task.lane is not Lane.BULK], source)
+        alike += [t for t in timed if t.task.id.op in _ALIKE]
+        found += curves([t for t in timed if t.task.id.op not in _ALIKE], source)
     names = ", ".join(model.name for model in parts)
-    found += curves(sizes, f"measured: the executor's copies of weights of {names}")
+    found += curves(alike, f"measured: the executor's copies, of weights and tables of {names}")
     say("lanes beside one another")
     beside = company(device, dtype)
     if device.type == "cuda":
@@ -176,7 +178,7 @@ def measure_table(
         date=time.strftime("%Y-%m-%d"),
         versions=_versions(),
         dtype=rates.dtype_name(dtype),
-        curves=tuple(merged(found)),
+        curves=tuple(_distinct(found)),
         peaks={},
         company=tuple(beside),
         latencies=latencies(records, on_gpu=device.type == "cuda"),
@@ -215,6 +217,18 @@ def _of_point(
         records.append(ops.records)
         for op in point.ops:
             yield from ops.time(op, _SPAN_S)
+
+
+def _distinct(found: Sequence[Curve]) -> list[Curve]:
+    """One curve of each op, phase and place: of models that share a width, the first."""
+    seen: set[Any] = set()
+    kept = []
+    for c in found:
+        key = c.ops, c.phase, tuple(tuple(v) for v in c.axes.values())
+        if key not in seen:
+            seen.add(key)
+            kept.append(c)
+    return kept
 
 
 def _as_fast_as_seen(machine: HardwareSpec, found: Sequence[Curve]) -> HardwareSpec:

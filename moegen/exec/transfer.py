@@ -29,7 +29,7 @@ class Transfer(Protocol):
         """A small contiguous piece, device to host."""
         ...
 
-    def tell(self, dst: Tensor, src: Tensor) -> None:
+    def down_engine(self, dst: Tensor, src: Tensor) -> None:
         """A few numbers that the host waits for, device to host, through the copy engine."""
         ...
 
@@ -48,7 +48,7 @@ class CpuTransfer:
     def bulk(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src)
 
-    up = down = tell = bulk
+    up = down = down_engine = bulk
 
     def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
         rows = zip(start.tolist(), length.tolist(), to.tolist(), strict=True)
@@ -60,7 +60,7 @@ class CpuTransfer:
 
 
 class CudaTransfer:
-    """Zero-copy kernels over pinned memory, and the copy engine for weights and news."""
+    """Zero-copy kernels over pinned memory; the copy engine for weights and for the host's news."""
 
     def __init__(self) -> None:
         from moegen.exec.kernels import zero_copy
@@ -78,7 +78,7 @@ class CudaTransfer:
     def down(self, dst: Tensor, src: Tensor) -> None:
         self._kernels.copy_down(dst, src)
 
-    def tell(self, dst: Tensor, src: Tensor) -> None:
+    def down_engine(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src, non_blocking=True)
 
     def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:

@@ -20,7 +20,7 @@ _PAIRS = {
     "cpu_to_host_s": ("attn_cpu", "recv_attn", "turned_s"),
     "gpu_to_cpu_s": ("send_qkv", "attn_cpu", "start_s"),
 }
-# What waits for the task before it on its lane, and for nothing else.
+# What waits for the task before it on its lane, and else for what has usually ended long before.
 _FOLLOWS = frozenset({"attn_prefill", "route", "combine", "sample"})
 # Whose kernels are what tells how long launches are under way: small ones.
 _LAUNCHED = frozenset({Lane.GPU, Lane.ACT})

@@ -50,8 +50,8 @@ class Curve:
     beside_copies : nested sequence of float, shape as seconds, optional
         Seconds of one kernel while weights are copied all the time, where that slows it.
     crowded : nested sequence of float, shape as seconds, optional
-        Seconds of one kernel while zero-copy kernels are at work beside it all the time, and
-        copies of weights too if these slow it. Several kernels of a task wait for either once.
+        Seconds of one kernel while zero-copy kernels are at work beside it all the time. Several
+        kernels of a task wait for either once.
 
     Raises
     ------
@@ -124,8 +124,8 @@ class Curve:
                 f"least are {least_s:g}"
             )
         self._check_rising()
-        alone = self._check_slower(self.seconds, "alone", self.beside_copies, "beside copies")
-        self._check_slower(*alone, self.crowded, "crowded")
+        self._check_slower(self.beside_copies, "beside copies")
+        self._check_slower(self.crowded, "crowded")
 
     def _check_rising(self) -> None:
         # More of the same takes no less. Other features may: many short prompts, say, take longer
@@ -141,19 +141,17 @@ class Curve:
                 f"{values[tuple(at)]:g} s at a smaller {feature}: seconds must not fall along it"
             )
 
-    def _check_slower(self, fewer: Any, how: str, more: Any, and_how: str) -> tuple[Any, str]:
-        """With more at work beside it nothing is faster; what the next are to be held against."""
-        if more is None:
-            return fewer, how
-        few, many = np.array(fewer), np.array(more)
-        less = np.argwhere(many < few * (1.0 - _ROUNDING))
+    def _check_slower(self, beside: Any, how: str) -> None:
+        if beside is None:
+            return
+        alone, slower = np.array(self.seconds), np.array(beside)
+        less = np.argwhere(slower < alone * (1.0 - _ROUNDING))
         if len(less):
             at = less[0].tolist()
             raise InvalidInput(
-                f"{self.describe(at)}: {many[tuple(at)]:g} s {and_how}, less than the "
-                f"{few[tuple(at)]:g} s {how}: nothing is faster for what is at work beside it"
+                f"{self.describe(at)}: {slower[tuple(at)]:g} s {how}, less than the "
+                f"{alone[tuple(at)]:g} s alone: nothing is faster for what is at work beside it"
             )
-        return more, and_how
 
     def describe(self, index: Sequence[int]) -> str:
         """A point of the grid, for a person."""

@@ -30,7 +30,8 @@ class Latencies:
         From when the thread is through with a task to its end at the earliest, on a GPU that
         waited for its launches; measured of tasks of several kernels.
     gpu_to_gpu_s : float
-        From a GPU's task to the start of the next that waits for it, both launched before: events.
+        From a GPU's task to the start of one that its stream waits with for it, both launched
+        before: what recording and waiting for events takes. Not of copies of weights.
 
     Raises
     ------

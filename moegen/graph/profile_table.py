@@ -2,7 +2,7 @@
 
 The file is JSON::
 
-    {"format": "moegen.profile/2",
+    {"format": "moegen.profile/3",
      "date": "2026-11-30",
      "versions": {"torch": "2.11.0"},
      "dtype": "bfloat16",
@@ -69,7 +69,7 @@ from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.latencies import Latencies
 from moegen.graph.peaks import check_peaks
 
-FORMAT = "moegen.profile/2"
+FORMAT = "moegen.profile/3"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
@@ -236,7 +236,7 @@ class ProfileTable:
             "peaks": _text(self.peaks),
             "curves": "[" + ",\n  ".join(curves) + "]",
             "company": "[" + ",\n  ".join(company) + "]",
-            "latencies": _text(vars(self.latencies)),
+            "latencies": _text({k: s for k, s in vars(self.latencies).items() if s}),
         }
         return _lines(parts, 1) + "\n"
 

@@ -165,9 +165,9 @@ def _number(name: str, text: str) -> float:
         return parse_bytes(text)
     with suppress(InvalidInput, ValueError):
         return parse_rate(text) if name.endswith("_bytes_per_s") else float(text)
-    such = 'such as "25GB/s", ' if name.endswith("_bytes_per_s") else ""
+    rate = 'a rate such as "25GB/s", ' if name.endswith("_bytes_per_s") else ""
     raise InvalidInput(
-        f'{name} takes a number, {such}or a change such as "x2", "+1" or "-1", got {text!r}'
+        f'{name} takes a number, {rate}or a change such as "x2", "+1" or "-1", got {text!r}'
     )
 
 
@@ -181,7 +181,7 @@ def _said(name: str, asked: Any) -> str:
     match = _RELATIVE.fullmatch(asked) if isinstance(asked, str) else None
     if match is None or match[1] in "+-":
         return f"{asked:g}" if isinstance(asked, float) else str(asked)
-    factor = _number(name, match[2])
+    factor = _number("a factor", match[2])
     if name.endswith("_s") and not name.endswith("_per_s"):
         return f"x{factor:g}"
     return f"{_TIMES.get(factor, f'{factor:g} times')} as fast"

@@ -4,10 +4,10 @@ A task's kernels cannot start before the thread has turned to the task, and its 
 before the thread is through with it. The thread goes from lane to lane as `moegen.exec.issue`
 does: a stream waits by itself for what has been handed over to another stream, while for what the
 host must know, and for the CPU's results, the thread leaves a lane alone until they are there,
-which it notices a little later. Steps are bound one after the other, once the host knows the
-tokens of the one before; weights may be copied one step ahead of that. What else the thread does,
-such as reading clocks while there is nothing to hand over, takes no time here, and it disturbs
-nobody.
+which it notices a little later. Nor does it hand more over to a lane that has much before it
+(`moegen.graph.ahead`). Steps are bound one after the other, once the host knows the tokens of the
+one before; weights may be copied one step ahead of that. What else the thread does, such as
+reading clocks while there is nothing to hand over, takes no time here, and it disturbs nobody.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from moegen.graph.ahead import MOST_AHEAD
 from moegen.graph.latencies import Latencies
 from moegen.graph.task import Lane, TaskGraph, TaskId
 from moegen.sim.clock import THEN, Clock
@@ -30,11 +31,15 @@ _IDLE = math.inf
 class _Queue:
     """A lane's tasks, step after step, and how far they have been handed over."""
 
-    __slots__ = ("awaits", "base", "lane", "number", "of", "place", "positions", "step", "waited")
+    __slots__ = (
+        "awaits", "base", "handed", "lane", "most", "number", "of", "place", "positions", "step",
+        "waited",
+    )  # fmt: skip
 
     def __init__(self, number: int, lane: Lane, positions: Sequence[int]) -> None:
         self.number, self.lane, self.positions = number, lane, positions
         self.step = self.base = self.place = 0  # of the task at the head; base is step * n
+        self.handed, self.most = 0, MOST_AHEAD.get(lane)  # tasks of all steps; ahead of the lane
         self.waited = 0  # waits that it has behind it
         # What it was last found to wait for: a place in an array of what has been handed over,
         # or has ended.
@@ -43,6 +48,7 @@ class _Queue:
 
     def advance(self, n: int) -> None:
         self.waited = 0
+        self.handed += 1
         self.place += 1
         if self.place == len(self.positions):
             self.place, self.step, self.base = 0, self.step + 1, self.base + n
@@ -105,6 +111,8 @@ class Issuing:
         self._late_s = {
             at: cpu_s if on_cpu else gpu_s for at, on_cpu in self._rules.from_cpu.items()
         }
+        self._room_late_s = gpu_s
+        self._room: set[int] = set()  # whose ends lanes wait for that have so much before them
         self._bound = 1 if self._rules.binds else math.inf
         self._resting = False
         self._turns = self._run()
@@ -118,6 +126,9 @@ class Issuing:
         late_s = self._late_s.get(at % self._n)
         if late_s is not None:
             self._clock.at(self._end_s[at] + late_s, self._ring, _AFTER_ENDS)
+        if at in self._room:
+            self._room.discard(at)
+            self._clock.at(self._end_s[at] + self._room_late_s, self._ring, _AFTER_ENDS)
 
     def _ring(self) -> None:
         if self._resting:
@@ -158,6 +169,8 @@ class Issuing:
 
     def _may_go(self, q: _Queue) -> bool:
         """Whether the task at the head of a queue can be handed over now."""
+        if q.most is not None and q.handed >= q.most and not self._has_room(q, q.handed - q.most):
+            return False
         of, position = self._rules, q.positions[q.place]
         waits = of.waits[position]
         while q.waited < len(waits):
@@ -171,6 +184,20 @@ class Issuing:
                     self._bound = max(self._bound, q.step + of.steps[position] + 1)
             q.waited += 1
         return self._bound >= q.step + of.needs[position]
+
+    def _has_room(self, q: _Queue, k: int) -> bool:
+        """Whether the thread has noticed that the lane's ``k``-th task has ended."""
+        step, place = divmod(k, len(q.positions))
+        at = step * self._n + q.positions[place]
+        q.awaits, q.of = self._ended, at
+        if not self._ended[at]:
+            self._room.add(at)
+            return False
+        noticed_s = self._end_s[at] + self._room_late_s
+        if noticed_s > self._clock.now:
+            self._clock.at(noticed_s, self._ring, _AFTER_ENDS)
+            return False
+        return True
 
     def _noticed_s(self, at: int) -> float:
         return self._end_s[at] + self._late_s[at % self._n]

@@ -201,8 +201,8 @@ class _Line:
         if edge is not None:
             provenance = Provenance.EXTRAPOLATED
         turn_s = 0.0 if self._turn_s is None else _read(self._turn_s, places, 0)
-        slower_s = {r: _read(s, places, 0) - one_s for r, s in self._beside.items() if s}
-        keeps = {r: seconds / (seconds + s) for r, s in slower_s.items() if s > 0}
+        waits_s = {r: _read(grid, places, 0) - one_s for r, grid in self._beside.items() if grid}
+        keeps = {r: seconds / (seconds + s) for r, s in waits_s.items() if s > 0}
         return _Reading(seconds, provenance, edge, self._issued_s(work, places), turn_s, keeps)
 
     def _issued_s(self, work: Work, places: Sequence[tuple[int, float]]) -> float:

@@ -134,7 +134,7 @@ def profile(args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - began
     took = {"compiled_s": compiled_s, "seconds": seconds, "notes": notes}
     _write(args.out / "profile_notes.json", took)
-    _say(f"profile took {took['seconds']:.1f} s; {'; '.join(notes) or 'nothing left out'}")
+    _say(f"profile took {took['seconds']:.1f} s; {'; '.join(notes) or 'nothing to note'}")
 
 
 def points(args: argparse.Namespace) -> None:

@@ -71,7 +71,7 @@ def _setting(kept: Kept) -> list[str]:
         f"The calibration is `moegen profile` alone, of this machine; it took "
         f"{kept.notes['seconds']:.0f} s{after}."
     )
-    lines += ["", *(f"- left out of the profile: {note}" for note in kept.notes["notes"]), ""]
+    lines += ["", *(f"- the profile notes: {note}" for note in kept.notes["notes"]), ""]
     return lines
 
 
