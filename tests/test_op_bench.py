@@ -17,12 +17,11 @@ from small_models import deepseek, mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
-from moegen.exec.issue import Times  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
-from moegen.graph.task import Lane, Task  # noqa: E402
+from moegen.graph.task import Lane  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 CPU = torch.device("cpu")
@@ -151,7 +150,6 @@ def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
             assert {t.task.work for t in found} == {t.work for t in tasks}
             for t in found:
                 assert 0 < t.seconds < 1 and t.spread >= 0
-                assert 0 < t.issue_s < 1 and 0 <= t.turn_s < 1, op
 
 
 def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
@@ -199,48 +197,12 @@ def test_steps_tell_what_a_kernel_takes_in_a_crowd(engine, bench, monkeypatch):
         assert (told.seconds, told.crowded_s) == (1.0, 4.0)
 
 
-def handed(task: Task, issue_s: float, *, starts_s: float, lasts_s: float = 1.0) -> Times:
-    """Turned to at 0 and handed over at 1; ``starts_s`` after that."""
-    at_s = 1.0 + starts_s
-    return Times(task.id._replace(step=2), at_s, at_s + lasts_s, 0.0, 1.0, 1.0 + issue_s)
-
-
-@pytest.mark.parametrize("op", ["route", "copy_expert"])
-def test_host_code_is_that_of_tasks_that_worked_and_their_lane_waited_for(engine, bench, op):
+def test_all_ops_of_a_step_tell_what_they_take_of_the_thread(engine, bench):
+    """Not only those that are timed at its size: the thread's code is the same."""
     with op_bench(decode(engine), engine.machinery, bench) as ops:
-        task, *_ = ops.tasks(op)
-
-        def issue_s(*times: Times) -> float:
-            ops.records = list(times)
-            return ops._host_s([task])["issue_s"]
-
-        early = [handed(task, s, starts_s=99.0) for s in (1.0, 2.0, 12.0)]
-        late = [handed(task, s, starts_s=0.5) for s in (3.0, 4.0, 14.0)]
-        idle = [handed(task, 0.0, starts_s=99.0, lasts_s=0.0)] * 9
-        # The mean without what was held up; of copies of weights a low quantile, for others waited
-        # for room in a queue.
-        first, second = (1.5, 3.5) if op == "route" else (1.2, 3.2)
-        assert issue_s(*early, *idle) == pytest.approx(first)
-        assert issue_s(*early, *late) == pytest.approx(second)
-        assert issue_s(*early, late[0]) != issue_s(late[0])  # one is not enough
-        ops.records = idle
-        assert ops._host_s([task]) == {}
-
-
-def test_host_code_of_waves_is_that_of_tasks_that_soon_began(engine, bench):
-    with op_bench(prefill(engine), engine.machinery, bench) as ops:
-        task, *_ = ops.tasks("route")
-        ahead = [handed(task, s, starts_s=99.0) for s in (1.0, 2.0, 12.0)]
-        soon = [handed(task, s, starts_s=0.015) for s in (0.003, 0.005)]
-        ops.records = ahead + soon
-        told = {"issue_s": 0.004, "turn_s": 1.0, "handed": 2}
-        assert ops._host_s([task]) == pytest.approx(told)
-        # That their lane waited for some of them is usual where there are many.
-        late = [handed(task, 0.002, starts_s=0.001)] * 2
-        ops.records = [*late, *soon]
-        assert ops._host_s([task])["issue_s"] == pytest.approx(0.003)
-        ops.records = ahead  # surely of those that did not wait
-        assert ops._host_s([task])["issue_s"] == pytest.approx(1.2)
+        told = {h.task.id.op: h for h in ops.handed_over()}
+        assert set(told) == {t.id.op for t in ops.graph if t.work and not t.work.empty}
+        assert all(h.issue_s > 0 and h.turn_s >= 0 and h.times >= 1 for h in told.values())
 
 
 def test_attention_on_the_cpu_reads_other_rows_each_time(engine, bench, monkeypatch):
@@ -295,7 +257,7 @@ def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monke
     gc.disable()
     try:
         agenda = Agenda(points, time.perf_counter() + 60)
-        found = list(table._timed(engine.machinery, agenda, [], []))
+        found = list(table._timed(engine.machinery, agenda, [], [], []))
     finally:
         gc.enable()
     assert {t.task.id.op for t in found} == {"expert", "pre_attn"}
@@ -320,7 +282,7 @@ def test_copies_of_each_size_go_from_another_place_each_time(monkeypatch):
     assert [(t.task.id.op, t.task.work.h2d_bytes) for t in found] == [
         (op, n) for n in (1 << 14, 1 << 18, 1 << 23) for op in ("copy_dense", "copy_expert")
     ]
-    assert all(t.task.lane is Lane.BULK and t.issue_s == 0 for t in found)
+    assert all(t.task.lane is Lane.BULK for t in found)
     for dense, expert in zip(found[::2], found[1::2], strict=True):
         assert dense.seconds == expert.seconds > 0
     assert found[-1].seconds > found[0].seconds  # 512 times as much

@@ -6,21 +6,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from moegen.exec import op_curves  # noqa: E402
+from moegen.exec.host_code import Handed  # noqa: E402
 from moegen.exec.op_bench import Timed, timed  # noqa: E402
-from moegen.exec.op_curves import curves  # noqa: E402
+from moegen.graph.ops import OPS  # noqa: E402
 from moegen.graph.task import Lane, Task, TaskId, Work  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 SOURCE = "measured: by hand"
 
 
-FIELDS = ("handed", "beside_copies_s", "crowded_s")
+BESIDE = ("beside_copies_s", "crowded_s")
 
 
-def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, **more):
-    fields = {name: more.pop(name) for name in FIELDS if name in more}
-    task = Task(TaskId(op, phase), Lane.GPU, work=Work(**more))
-    return Timed(task, seconds, spread, issue_s, turn_s, **fields)
+def at(op, seconds, spread=0.1, issue_s=0.0, phase="decode", turn_s=0.0, times=1, **more):
+    """What was timed, and what it took of the issuing thread, if it was seen handed over."""
+    beside = {name: more.pop(name) for name in BESIDE if name in more}
+    task = Task(TaskId(op, phase), OPS[op].lane, work=Work(**more))
+    handed = [Handed(task, issue_s, turn_s, times, late=False)] if issue_s or turn_s else []
+    return Timed(task, seconds, spread, **beside), handed
+
+
+def curves(some, source):
+    return op_curves.curves([t for t, _ in some], [h for _, of in some for h in of], source)
 
 
 def copy(nbytes, seconds, **more):
@@ -149,7 +157,7 @@ def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell():
 def test_of_waves_host_code_is_that_of_most_micro_batches(phase, issue_s, turn_s):
     """A small wave has but one, which finds the thread rested."""
     some = [
-        product(n, n, issue_s=i, turn_s=t, handed=k, phase=phase)
+        product(n, n, issue_s=i, turn_s=t, times=k, phase=phase)
         for n, i, t, k in ((1, 9.0, 6.0, 2), (2, 7.0, 5.0, 2), (4, 3.0, 2.0, 16))
     ]
     found = only(curves(some, SOURCE))
@@ -166,16 +174,6 @@ def test_what_further_kernels_of_an_expert_take_is_told_by_those_of_one_too():
     assert one.axes["launches"] == (1.0,) and four.axes["launches"] == (4.0,)
     assert one.more_s == four.more_s == 1.0
     assert set(one.issue_s) == {((5.0,),)} and four.issue_s == (((8.0,),),)
-
-
-def test_host_code_of_one_point_is_that_of_who_tells_and_of_most():
-    """What was timed twice, or by two models; of one nothing was handed over while it counted."""
-    some = [
-        product(4, 4, issue_s=i, turn_s=i / 2, handed=k, phase="prefill")
-        for i, k in ((9.0, 2), (0.0, 1), (3.0, 4))
-    ]
-    found = only(curves(some, SOURCE))
-    assert found.issue_s == ((5.0,),) and found.turn_s == ((2.5,),)
 
 
 def test_what_is_slower_beside_others_is_so_at_each_point():
@@ -197,8 +195,9 @@ def test_what_binds_a_step_takes_the_thread_no_less_of_more_rows(op, feature):
         for n, i, t in ((1, 5.0, 10.0), (2, 3.0, 20.0), (4, 0.0, 0.0), (8, 9.0, 40.0))
     ]
     found = only(curves(some, SOURCE))
-    # The median where it was not timed.
-    assert found.issue_s == (4.0, 4.0, 5.0, 9.0) and found.turn_s == (10.0, 20.0, 20.0, 40.0)
+    # Between its neighbours where it was not seen.
+    assert found.issue_s == pytest.approx((4.0, 4.0, 4.0 + 5.0 / 3, 9.0))
+    assert found.turn_s == pytest.approx((10.0, 20.0, 20.0 + 20.0 / 3, 40.0))
 
 
 def test_experts_computed_together_are_of_all_that_is_launched():
@@ -293,10 +292,10 @@ def test_a_kind_of_attention_has_a_curve_of_its_own():
 def test_a_time_is_the_mean_without_what_comes_once_in_a_while():
     task = Task(TaskId("embed", "decode"), Lane.GPU, work=Work(gpu_bytes=8))
     spans = [1.0] * 9 + [2.0] * 9 + [0.0, 100.0]
-    found = timed(task, spans, issue_s=3e-6)
+    found = timed(task, spans, crowded_s=3e-6)
     # Two of twenty at each end are out, so seven ones and, with the hundred and a two gone, eight.
     assert found.seconds == pytest.approx((8 * 1 + 8 * 2) / 16)
-    assert found.spread == pytest.approx(0.5 / 1.5) and found.issue_s == 3e-6
+    assert found.spread == pytest.approx(0.5 / 1.5) and found.crowded_s == 3e-6
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 9])

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moegen.exec.in_step import LEAST, InStep
+from moegen.exec.host_code import Handed, handed_over
+from moegen.exec.in_step import InStep
 from moegen.exec.issue import Times
 from moegen.exec.program import Machinery, Program
 from moegen.exec.runner import Runner
@@ -25,10 +26,6 @@ from moegen.graph.task import Lane, Task, TaskGraph
 _PRIMING_STEPS = 4
 _COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
-# Beyond so much the thread is far ahead; the share of copies that surely did not wait for room.
-_FAR_AHEAD_S, _UNBLOCKED = 0.02, 0.1
-# So many times the median is more than any state of the thread's makes of it.
-_HELD_UP = 3.0
 # What carries rows up the link: copies of weights slow it, to half of its speed.
 _SLOWED_BY_COPIES = frozenset({"recv_attn"})
 # KV that no cache holds, made up as several sets of rows.
@@ -47,12 +44,6 @@ class Timed(NamedTuple):
     spread : float
         Half of what lies between the 16th and the 84th percentile, over the median: the
         relative standard deviation, where runs differ by chance.
-    issue_s : float
-        What the issuing thread took to hand it over, in a run.
-    turn_s : float
-        What it took before, once it could: putting waits before it, binding its step.
-    handed : int
-        How many times both are the mean of.
     beside_copies_s : float or None
         The mean of the runs beside copies of weights, of what these slow; None of the rest.
     crowded_s : float or None
@@ -62,9 +53,6 @@ class Timed(NamedTuple):
     task: Task
     seconds: float
     spread: float
-    issue_s: float = 0.0
-    turn_s: float = 0.0
-    handed: int = 1
     beside_copies_s: float | None = None
     crowded_s: float | None = None
 
@@ -85,17 +73,6 @@ def _mean(spans: Sequence[float]) -> float:
     # Steps are made of means; but what comes once in a while is no property of the task.
     inner = sorted(spans)[len(spans) // 10 : max(1, len(spans) - len(spans) // 10)]
     return max(float(np.mean(inner)), 1e-9)
-
-
-def _usual(host_s: Sequence[float]) -> float:
-    """The mean, for a layer's first task of an op finds the thread rested, and takes more of it
-    than those that follow; without what another process held up."""
-    most_s = _HELD_UP * float(np.median(host_s))
-    return float(np.mean([s for s in host_s if s <= most_s]))
-
-
-def _unblocked(host_s: Sequence[float]) -> float:
-    return float(np.quantile(host_s, _UNBLOCKED))
 
 
 class OpBench:
@@ -147,6 +124,10 @@ class OpBench:
         """The graph's tasks of an op that have something to do."""
         return [t for t in self.graph if t.id.op == op and t.work is not None and not t.work.empty]
 
+    def handed_over(self) -> list[Handed]:
+        """What each kind of task, of all ops, took of the issuing thread in the steps that ran."""
+        return list(handed_over(self.graph, self.records))
+
     def work(self, tasks: Sequence[Task]) -> Callable[[], None]:
         """What runs one of ``tasks`` after the other, each call the next."""
         turn = itertools.cycle(tasks)
@@ -192,7 +173,6 @@ class OpBench:
         return timed(
             first,
             *ways,
-            **self._host_s(tasks),
             beside_copies_s=_mean(beside_copies) if beside_copies else None,
             crowded_s=_mean(crowded) if crowded else None,
         )
@@ -224,32 +204,6 @@ class OpBench:
         """
         copied = [t for op in ("copy_expert", "copy_dense") for t in self.tasks(op)]
         return [(Lane.BULK, self.work(copied[:1]))] if copied else []
-
-    def _host_s(self, tasks: Sequence[Task]) -> dict[str, Any]:
-        """What these took of the issuing thread in the run.
-
-        In decode of those that their lane waited for, if there are some: these make a step longer,
-        and the thread, which has often rested before, is slower then. Of waves those that soon
-        began, for where the thread is far ahead it waits for room in the driver's queues, which is
-        no work of its own; a low quantile if there are none, and of copies of weights.
-        """
-        ids = {t.id for t in tasks}
-        times = [t for t in self.records if t.task._replace(step=0) in ids and t.worked]
-        if not times:
-            return {}
-        of = _usual
-        if self.graph.phase == "prefill":
-            soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
-            times, of = (soon, _usual) if soon else (times, _unblocked)
-        elif len(late := [t for t in times if t.late]) >= LEAST:
-            times = late
-        if tasks[0].lane is Lane.BULK:
-            of = _unblocked
-        return {
-            "issue_s": of([t.issued_s - t.issue_s for t in times]),
-            "turn_s": of([t.issue_s - t.turned_s for t in times]),
-            "handed": len(times),
-        }
 
     def _route_evenly(self) -> None:
         """Let experts have the tokens that the graph's work counts on."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.optimize import isotonic_regression
 
+from moegen.exec.host_code import Handed, HostCode
 from moegen.exec.op_bench import Timed
 from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
@@ -27,11 +28,6 @@ _BY_PHASE = frozenset(
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
-# Copies of weights, and whose turn it is as soon as a step is known: binding one of many tokens
-# drives the thread's code out of the caches.
-_COPIES = frozenset({"copy_dense", "copy_expert"})
-_BINDS = frozenset({"copy_rows", "embed"})
-
 _At = tuple[float, ...]
 
 
@@ -40,30 +36,30 @@ class _Value(NamedTuple):
 
     seconds: float
     spread: float
-    issue_s: float
-    turn_s: float
     beside_copies_s: float
     crowded_s: float
     launches: float  # 1 where seconds are those of all
-    kernels: float  # that issue_s is of
-    weight: float  # of issue_s and turn_s among those of other points
 
 
 _Found = dict[_At, _Value]
 
 
-def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
+def curves(timed: Iterable[Timed], handed: Iterable[Handed], source: str) -> list[Curve]:
     """Curves of everything that was timed; what was timed at one point twice counts as its mean.
 
     Parameters
     ----------
     timed : iterable of Timed
+    handed : iterable of Handed
+        What tasks took of the issuing thread; of an op those of the phases that it was timed in
+        count, whether they were timed or not.
     source : str
         How it was measured.
     """
     by_op: dict[tuple[str, str | None], dict[_At, list[_Value]]] = defaultdict(
         lambda: defaultdict(list)
     )
+    phases: dict[tuple[str, str | None], set[str | None]] = defaultdict(set)
     for t in timed:
         op, work = t.task.id.op, t.task.work
         assert work is not None
@@ -76,27 +72,17 @@ def curves(timed: Iterable[Timed], source: str) -> list[Curve]:
             math.nan if s is None else alone_s + s - t.seconds
             for s in (t.beside_copies_s, t.crowded_s)
         )
-        # Waves have the more micro-batches the larger they are, and most are those of large ones.
-        weight = t.handed if t.task.id.phase == "prefill" else 1
-        by_op[op, phase][at].append(
-            _Value(
-                alone_s,
-                t.spread,
-                t.issue_s,
-                t.turn_s,
-                copies_s,
-                crowded_s,
-                n,
-                work.launches,
-                weight,
-            )
-        )
+        by_op[op, phase][at].append(_Value(alone_s, t.spread, copies_s, crowded_s, n))
+        phases[op, phase].add(t.task.id.phase)
+    hosts: dict[str, list[Handed]] = defaultdict(list)
+    for h in handed:
+        hosts[h.task.id.op].append(h)
     found = []
     for (op, phase), points in by_op.items():
         once_s = _once_s(points)
-        means = {at: _mean(several, once_s or 0.0) for at, several in sorted(points.items())}
-        means, more_s = _handed_over(op, means)
-        found += [_curve(op, phase, source, grid, once_s, more_s) for grid in _grids(op, means)]
+        means = {at: _mean(several, once_s or 0.0) for at, several in points.items()}
+        host = HostCode(op, [h for h in hosts[op] if h.task.id.phase in phases[op, phase]])
+        found += [_curve(op, phase, source, grid, once_s, host) for grid in _grids(op, means)]
     return found
 
 
@@ -133,17 +119,9 @@ def _mean(several: Sequence[_Value], once_s: float) -> _Value:
                 crowded_s=v.crowded_s + hidden_s,
             )
         )
-    weights = [v.weight for v in ones if v.issue_s > 0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # none was timed beside others
-        mean = _Value(*np.nanmean(ones, axis=0).tolist())
-    if not weights:
-        return mean
-    issue_s, turn_s = (
-        float(np.average([getattr(v, name) for v in ones if v.issue_s > 0], weights=weights))
-        for name in ("issue_s", "turn_s")
-    )
-    return mean._replace(issue_s=issue_s, turn_s=turn_s, weight=sum(weights))
+        return _Value(*np.nanmean(ones, axis=0).tolist())
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
@@ -165,16 +143,18 @@ def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
 
 
 def _curve(
-    op: str, phase: Any, source: str, points: _Found, once_s: float | None, more_s: float | None
+    op: str, phase: Any, source: str, points: _Found, once_s: float | None, host: HostCode
 ) -> Curve:
     names = FEATURES_OF[op]
     axes = [sorted({at[i] for at in points}) for i in range(len(names))]
     shape = tuple(map(len, axes))
-    values = np.empty((len(_Value._fields), *shape))
+    values = np.empty((2 + len(_Value._fields), *shape))
     for at, value in points.items():
         place = tuple(axis.index(x) for axis, x in zip(axes, at, strict=True))
-        values[(slice(None), *place)] = value
-    seconds, spread, issue_s, turn_s, copies, crowded, *_ = values
+        kernels = at[names.index("launches")] if "launches" in names else 1.0
+        of_host = host.issue_s(at[0], kernels), host.turn_s(at[0])
+        values[(slice(None), *place)] = *of_host, *value
+    issue_s, turn_s, seconds, spread, copies, crowded, _ = values
     rising = _rising(seconds)
     beside_copies = _filled(seconds, copies, rising)
     crowded = _filled(seconds, crowded, rising)
@@ -187,7 +167,7 @@ def _curve(
         spread=tuple(spread.tolist()),
         issue_s=tuple(issue_s.tolist()),
         turn_s=tuple(turn_s.tolist()),
-        more_s=more_s,
+        more_s=host.more_s,
         once_s=None if once_s is None else min(once_s, float(rising.min())),
         beside_copies=None if beside_copies is None else tuple(beside_copies.tolist()),
         crowded=None if crowded is None else tuple(crowded.tolist()),
@@ -208,62 +188,3 @@ def _rising(values: np.ndarray) -> np.ndarray:
     """The nearest values, by least squares, that do not fall along the first axis: more takes no
     less, and noise turned them round."""
     return np.apply_along_axis(lambda row: isotonic_regression(row).x, 0, values)
-
-
-def _handed_over(op: str, points: _Found) -> tuple[_Found, float | None]:
-    """The points of an op with what handing them over takes as all of them together tell it, and
-    each further kernel of a task; None if nothing tells that, and each takes as long."""
-    columns = np.array([[v.issue_s, v.turn_s, v.kernels, v.weight] for v in points.values()])
-    issue_s, turn_s, kernels, weights = columns.T
-    of_all = "launches" in FEATURES_OF[op]
-    issue_s, more_s = _issued_s(op, issue_s, kernels, weights, of_all=of_all)
-    turn_s = _turn_s(op, turn_s, weights)
-    told = zip(points.items(), issue_s.tolist(), turn_s.tolist(), strict=True)
-    return {at: v._replace(issue_s=i, turn_s=t) for (at, v), i, t in told}, more_s
-
-
-def _issued_s(
-    op: str, issue_s: np.ndarray, kernels: np.ndarray, weights: np.ndarray, *, of_all: bool
-) -> tuple[np.ndarray, float | None]:
-    """What handing the first kernel of a task over takes at every point, all of them with
-    ``of_all``, and each further one.
-
-    It is the same work whatever a kernel works on, and takes a third more or less from run to
-    run: so all points tell it together. A copy of weights that waits for room in the driver's
-    queue takes longer, so of these the quickest point does.
-    """
-    timed = issue_s > 0
-    if not timed.any():  # no step has such a copy
-        return issue_s, None
-    if op in _BINDS:
-        return _by_size(issue_s), None
-    one, several = timed & (kernels == 1), timed & (kernels > 1)
-    each_s = (issue_s / kernels)[one if op in _COPIES and one.any() else timed]
-    if op in _COPIES or not one.any() or not several.any():
-        of_one_s = each_s.min() if op in _COPIES else _median(each_s, weights[timed])
-        return of_one_s * (kernels if of_all else np.ones_like(kernels)), None
-    first_s = _median(issue_s[one], weights[one])
-    further_s = (issue_s[several] - first_s) / (kernels[several] - 1)
-    more_s = max(0.0, _median(further_s, weights[several]))
-    return first_s + (kernels - 1 if of_all else np.zeros_like(kernels)) * more_s, more_s
-
-
-def _turn_s(op: str, turn_s: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """What comes before that at every point; all of them tell it together too."""
-    timed = turn_s > 0
-    if not timed.any():
-        return turn_s
-    if op in _BINDS:
-        return _by_size(turn_s)
-    return np.full(turn_s.shape, _median(turn_s[timed], weights[timed]))
-
-
-def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    return float(np.median(np.repeat(values, np.rint(weights).astype(int))))
-
-
-def _by_size(host_s: np.ndarray) -> np.ndarray:
-    """What comes with binding a step takes no less the more rows it has; the median where it was
-    not timed."""
-    timed = host_s > 0
-    return _rising(np.where(timed, host_s, np.median(host_s[timed])))

@@ -18,6 +18,7 @@ from moegen.exec.bulk import bulk_copies
 from moegen.exec.company import company
 from moegen.exec.engine import Engine
 from moegen.exec.families import family_for
+from moegen.exec.host_code import Handed
 from moegen.exec.issue import Times
 from moegen.exec.lanes import forget_gpu_memory
 from moegen.exec.loading import checked_device
@@ -131,6 +132,7 @@ def measure_table(
     alike = list(bulk_copies(device, _SPAN_S))  # whichever model's they are
     found: list[Curve] = []
     records: list[Sequence[Times]] = []
+    all_handed: list[Handed] = []
     last_s = began + budget_s - _REST_S
     for i, model in enumerate(parts):
         now = time.perf_counter()
@@ -145,8 +147,11 @@ def measure_table(
                 Agenda(decode_points(model, on_gpu=on_gpu), decode_s),
                 Agenda(prefill_points(model, on_gpu=on_gpu), until_s),
             ]
+            handed: list[Handed] = []
             timed = [
-                t for agenda in agendas for t in _timed(engine.machinery, agenda, notes, records)
+                t
+                for agenda in agendas
+                for t in _timed(engine.machinery, agenda, notes, records, handed)
             ]
             kind = engine.cpu_attention
         source = f"measured: the executor's kernels at the widths of {model.name}, {kind}"
@@ -157,9 +162,12 @@ def measure_table(
                 f"roofline goes on from what was measured"
             )
         alike += [t for t in timed if t.task.id.op in _ALIKE]
-        found += curves([t for t in timed if t.task.id.op not in _ALIKE], source)
+        all_handed += handed
+        found += curves([t for t in timed if t.task.id.op not in _ALIKE], handed, source)
     names = ", ".join(model.name for model in parts)
-    found += curves(alike, f"measured: the executor's copies, of weights and tables of {names}")
+    found += curves(
+        alike, all_handed, f"measured: the executor's copies, of weights and tables of {names}"
+    )
     say("lanes beside one another")
     beside = company(device, dtype)
     if device.type == "cuda":
@@ -191,14 +199,18 @@ def demo_widths() -> ModelSpec:
 
 
 def _timed(
-    machinery: Machinery, agenda: Agenda, notes: list[str], records: list[Sequence[Times]]
+    machinery: Machinery,
+    agenda: Agenda,
+    notes: list[str],
+    records: list[Sequence[Times]],
+    handed: list[Handed],
 ) -> Iterator[Timed]:
     model = machinery.family.spec
     with Bench(machinery.device) as bench:
         for point in agenda:
             try:
                 # In a function of its own: its buffers are gone before the next point makes some.
-                for timed in _of_point(point, machinery, bench, records):
+                for timed in _of_point(point, machinery, bench, records, handed):
                     if timed.seconds > _LONGEST_S:
                         agenda.too_large(point)
                     yield timed
@@ -211,10 +223,15 @@ def _timed(
 
 
 def _of_point(
-    point: Point, machinery: Machinery, bench: Bench, records: list[Sequence[Times]]
+    point: Point,
+    machinery: Machinery,
+    bench: Bench,
+    records: list[Sequence[Times]],
+    handed: list[Handed],
 ) -> Iterator[Timed]:
     with op_bench(point.graph, machinery, bench, uncached="attn_cpu" in point.ops) as ops:
         records.append(ops.records)
+        handed += ops.handed_over()
         for op in point.ops:
             yield from ops.time(op, _SPAN_S)
 
