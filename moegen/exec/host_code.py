@@ -38,7 +38,8 @@ class Handed(NamedTuple):
     times : int
         How many both are the mean of.
     late : bool
-        Whether their lane waited for these.
+        Whether these are those that their lane waited for; never of copies of weights, of which
+        the quickest tells.
     """
 
     task: Task
@@ -84,7 +85,7 @@ def _handed(task: Task, times: list[Times]) -> Handed:
     elif len(late) >= _LEAST_TIMES:
         times = late
     if task.lane is Lane.BULK:
-        of = _unblocked
+        of, late = _unblocked, []
     issue_s = of([t.issued_s - t.issue_s for t in times])
     turn_s = of([t.issue_s - t.turned_s for t in times])
     return Handed(task, issue_s, turn_s, len(times), len(late) >= _LEAST_TIMES)

@@ -28,6 +28,7 @@ _BY_PHASE = frozenset(
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
+
 _At = tuple[float, ...]
 
 
