@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import isotonic_regression
 
+from moegen.exec.in_step import LEAST
 from moegen.exec.issue import Times
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 
-# Fewer times, and fewer kinds of tasks, say nothing.
-_LEAST_TIMES, _LEAST_KINDS = 2, 3
+# Fewer kinds of tasks say nothing.
+_LEAST_KINDS = 3
 # Beyond so much the thread is far ahead; the share of tasks that surely did not wait for room.
 _FAR_AHEAD_S, _UNBLOCKED = 0.02, 0.1
 # So many times the median is more than any state of the thread's makes of it.
@@ -82,13 +83,13 @@ def _handed(task: Task, times: list[Times]) -> Handed:
         late = []
         soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
         times, of = (soon, _usual) if soon else (times, _unblocked)
-    elif len(late) >= _LEAST_TIMES:
+    elif len(late) >= LEAST:
         times = late
     if task.lane is Lane.BULK:
         of, late = _unblocked, []
     issue_s = of([t.issued_s - t.issue_s for t in times])
     turn_s = of([t.issue_s - t.turned_s for t in times])
-    return Handed(task, issue_s, turn_s, len(times), len(late) >= _LEAST_TIMES)
+    return Handed(task, issue_s, turn_s, len(times), len(late) >= LEAST)
 
 
 def _usual(host_s: Sequence[float]) -> float:
@@ -142,7 +143,7 @@ class HostCode:
         ]
         sizes, issue_s, turn_s, kernels, weights = np.array(sorted(rows), float).T
         if op in _BINDS:
-            self._sizes = sizes, _rising(issue_s), _rising(turn_s)
+            self._sizes = sizes, isotonic_regression(issue_s).x, isotonic_regression(turn_s).x
             return
         self._turn_s = _median(turn_s, weights)
         one, several = kernels == 1, kernels > 1
@@ -176,7 +177,3 @@ def _weight(h: Handed) -> int:
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:
     return float(np.median(np.repeat(values, weights.astype(int))))
-
-
-def _rising(values: np.ndarray) -> np.ndarray:
-    return isotonic_regression(values).x

@@ -72,14 +72,13 @@ class CudaTransfer:
     def bulk(self, dst: Tensor, src: Tensor) -> None:
         dst.copy_(src, non_blocking=True)
 
+    down_engine = bulk
+
     def up(self, dst: Tensor, src: Tensor) -> None:
         self._kernels.copy_up(dst, src)
 
     def down(self, dst: Tensor, src: Tensor) -> None:
         self._kernels.copy_down(dst, src)
-
-    def down_engine(self, dst: Tensor, src: Tensor) -> None:
-        dst.copy_(src, non_blocking=True)
 
     def gather(self, dst: Tensor, src: Tensor, start: Tensor, length: Tensor, to: Tensor) -> None:
         self._kernels.gather_rows(dst, src, start, length, to, len(start))

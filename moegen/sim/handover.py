@@ -35,6 +35,8 @@ class Rules(NamedTuple):
     Attributes
     ----------
     waits : sequence of sequence of Wait
+    streamed : sequence of sequence of int
+        Of these the ones that a task's stream waits for by itself, as ``Wait.at``.
     needs : sequence of int
         Steps of the graph that must have been bound: for a copy of weights only those before.
     steps : sequence of int
@@ -46,6 +48,7 @@ class Rules(NamedTuple):
     """
 
     waits: Sequence[Sequence[Wait]]
+    streamed: Sequence[Sequence[int]]
     needs: Sequence[int]
     steps: Sequence[int]
     from_cpu: Mapping[int, bool]
@@ -88,8 +91,10 @@ def _rules_of(g: TaskGraph) -> Rules:
         known = found[v].get((of, apart, host))
         if known is None or known.at < wait.at:
             found[v][of, apart, host] = wait
+    waits = [[wait for _, wait in sorted(of.items())] for of in found]
     return Rules(
-        waits=[[wait for _, wait in sorted(waits.items())] for waits in found],
+        waits=waits,
+        streamed=[[wait.at for wait in of if not wait.ends] for of in waits],
         # Weights that are copied whoever is chosen need nothing on the host.
         needs=[
             k if lane is Lane.BULK and not read else k + 1

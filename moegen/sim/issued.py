@@ -101,8 +101,7 @@ class IssuedRun:
             for position in lane.positions:
                 by_position[position] = lane
         self._lane_of = by_position
-        # What a task's stream waits for by itself, of the same step or before.
-        self._streamed = [[w.at for w in waits if not w.ends] for waits in rules(g).waits]
+        self._streamed = rules(g).streamed
         self._fluid, self._settle = None, _nothing
         if sharing is not None:
             lane_of = g.structure.lane_of * (total // self._n)

@@ -32,14 +32,13 @@ class _Queue:
     """A lane's tasks, step after step, and how far they have been handed over."""
 
     __slots__ = (
-        "awaits", "base", "handed", "lane", "most", "number", "of", "place", "positions", "step",
-        "waited",
+        "awaits", "base", "lane", "most", "number", "of", "place", "positions", "step", "waited"
     )  # fmt: skip
 
     def __init__(self, number: int, lane: Lane, positions: Sequence[int]) -> None:
         self.number, self.lane, self.positions = number, lane, positions
         self.step = self.base = self.place = 0  # of the task at the head; base is step * n
-        self.handed, self.most = 0, MOST_AHEAD.get(lane)  # tasks of all steps; ahead of the lane
+        self.most = MOST_AHEAD.get(lane)
         self.waited = 0  # waits that it has behind it
         # What it was last found to wait for: a place in an array of what has been handed over,
         # or has ended.
@@ -48,7 +47,6 @@ class _Queue:
 
     def advance(self, n: int) -> None:
         self.waited = 0
-        self.handed += 1
         self.place += 1
         if self.place == len(self.positions):
             self.place, self.step, self.base = 0, self.step + 1, self.base + n
@@ -169,7 +167,7 @@ class Issuing:
 
     def _may_go(self, q: _Queue) -> bool:
         """Whether the task at the head of a queue can be handed over now."""
-        if q.most is not None and q.handed >= q.most and not self._has_room(q, q.handed - q.most):
+        if q.most is not None and not self._has_room(q, q.most):
             return False
         of, position = self._rules, q.positions[q.place]
         waits = of.waits[position]
@@ -185,8 +183,11 @@ class Issuing:
             q.waited += 1
         return self._bound >= q.step + of.needs[position]
 
-    def _has_room(self, q: _Queue, k: int) -> bool:
-        """Whether the thread has noticed that the lane's ``k``-th task has ended."""
+    def _has_room(self, q: _Queue, most: int) -> bool:
+        """Whether the thread has noticed that the lane's task ``most`` before this has ended."""
+        k = q.step * len(q.positions) + q.place - most
+        if k < 0:
+            return True
         step, place = divmod(k, len(q.positions))
         at = step * self._n + q.positions[place]
         q.awaits, q.of = self._ended, at
