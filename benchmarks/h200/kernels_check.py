@@ -22,7 +22,7 @@ from meters import timed_s
 
 from moegen.exec.arena import Arena
 from moegen.exec.kernels.triton_attention import decode_attention
-from moegen.exec.kernels.zero_copy import copy_down, copy_up, gather_rows, scatter_rows
+from moegen.exec.kernels.zero_copy import copy_up, gather_rows, scatter_rows
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 LINES: list[dict] = []
@@ -72,14 +72,6 @@ def flat(host: torch.Tensor, gpu: torch.Tensor) -> None:
             t = timed_s(lambda: copy_up(gpu, host, n, n_programs=programs))  # noqa: B023
             ok = torch.equal(gpu[:n].cpu(), host[:n])
             report("copy_up", f"{n / KIB:g} KiB, {programs} programs", t, n, "up", ok)
-    back = torch.empty(256 * MIB, dtype=torch.uint8, pin_memory=True)
-    for n in (4 * KIB, MIB, 8 * MIB + 5, 256 * MIB):
-        for programs in (16, 32, 64):
-            back.zero_()
-            t = timed_s(lambda: copy_down(back, gpu, n, n_programs=programs))  # noqa: B023
-            torch.cuda.synchronize()
-            ok = torch.equal(back[:n], gpu[:n].cpu())
-            report("copy_down", f"{n / KIB:g} KiB, {programs} programs", t, n, "down", ok)
 
 
 def lengths_of(kind: str, rows: int, gen: torch.Generator) -> torch.Tensor:

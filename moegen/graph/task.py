@@ -33,7 +33,7 @@ class Lane(enum.StrEnum):
     GPU = "GPU"
     BULK = "BULK"  # weights, host to device, copy engine
     KV = "KV"  # history up and new rows down, zero-copy kernels
-    ACT = "ACT"  # small transfers that someone waits for, zero-copy kernels but for the host's
+    ACT = "ACT"  # small transfers that someone waits for: up by zero-copy kernels
     CPU = "CPU"
 
 

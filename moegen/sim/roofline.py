@@ -34,7 +34,7 @@ class Roofline(CostModel):
 
     A GPU op takes max(FLOPs / (peak x efficiency(tokens a kernel)), bytes / HBM rate) plus a
     launch for each kernel; a bulk copy its latency plus bytes over the link, and never less
-    than a copy's floor; a zero-copy kernel (lanes KV and ACT) a launch plus bytes at
+    than a copy's floor; a zero-copy kernel (lane KV, and ACT up) a launch plus bytes at
     the zero-copy rate, never above the link's; CPU attention the longer of reading its KV and of
     its arithmetic, and what each call costs. Whatever touches host memory, copies too, is never
     faster than host memory gives its bytes. Where the machine's ``task_s`` is known, and nothing
@@ -141,7 +141,8 @@ class Roofline(CostModel):
         up, down = link["h2d"], link["d2h"]
         if lane is Lane.KV or lane is Lane.ACT:
             most = self.hw.zero_copy_bytes_per_s
-            up, down = min(up, most), min(down, most)
+            # What is contiguous goes down through the copy engine.
+            up, down = min(up, most), min(down, most) if lane is Lane.KV else down
         host_bytes = work.host_bytes + work.h2d_bytes + work.d2h_bytes
         return max(work.h2d_bytes / up, work.d2h_bytes / down, host_bytes / link["host_memory"])
 

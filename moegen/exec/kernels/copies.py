@@ -61,13 +61,13 @@ def fetch_kv(p: Program, task: Task, index: int, step: Step) -> None:
 def copy_counts(p: Program, task: Task, index: int, step: Step) -> None:
     n = p.model.layers[task.id.layer].n_experts
     counts = p.buffers.counts[p.slot("counts", task, index)]
-    p.transfer.down_engine(p.buffers.host_counts[:n], counts[:n])
+    p.transfer.down(p.buffers.host_counts[:n], counts[:n])
 
 
 def copy_tokens(p: Program, task: Task, index: int, step: Step) -> None:
     n = step.n_rows
     tokens = p.buffers.tokens[p.slot("tokens", task, index)]
-    p.transfer.down_engine(p.buffers.host_tokens[:n], tokens[:n])
+    p.transfer.down(p.buffers.host_tokens[:n], tokens[:n])
     if p.keep_logits:
         logits = p.buffers.logits[p.slot("logits", task, index)]
         p.transfer.down(p.buffers.host_logits[:n], logits[:n])

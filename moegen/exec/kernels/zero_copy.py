@@ -149,22 +149,26 @@ def copy_up(
     ValueError
         If a tensor is not contiguous or holds fewer than ``nbytes`` bytes.
     """
-    _copy(dst_gpu, src_host, nbytes, n_programs)
-
-
-def copy_down(
-    dst_host: torch.Tensor,
-    src_gpu: torch.Tensor,
-    nbytes: int | None = None,
-    *,
-    n_programs: int = 32,
-) -> None:
-    """Copy the first ``nbytes`` bytes of ``src_gpu`` to the start of ``dst_host``.
-
-    The host may read them once an event recorded behind this call has completed. Parameters and
-    errors are those of :func:`copy_up`, with ``dst_host`` pinned.
-    """
-    _copy(dst_host, src_gpu, nbytes, n_programs)
+    nbytes = src_host.nbytes if nbytes is None else nbytes
+    if not (dst_gpu.is_contiguous() and src_host.is_contiguous()):
+        raise ValueError("a flat copy needs contiguous tensors")
+    if not 0 <= nbytes <= min(dst_gpu.nbytes, src_host.nbytes):
+        raise ValueError(f"cannot copy {nbytes} bytes from {src_host.nbytes} into {dst_gpu.nbytes}")
+    if nbytes == 0:
+        return
+    unit = math.gcd(16, dst_gpu.data_ptr(), src_host.data_ptr())
+    element, v = _UNITS[unit]
+    _copy_kernel[(min(n_programs, triton.cdiv(nbytes, _BLOCK_BYTES)),)](
+        triton.reinterpret(dst_gpu, element),
+        triton.reinterpret(src_host, element),
+        triton.reinterpret(dst_gpu, tl.int8),
+        triton.reinterpret(src_host, tl.int8),
+        nbytes,
+        UNIT=unit,
+        V=v,
+        BLOCK=_BLOCK_BYTES // unit * v,
+        num_warps=_WARPS,
+    )
 
 
 def gather_rows(
@@ -267,29 +271,6 @@ def scatter_rows(
         V=v,
         ROWS=block // cols,
         COLS=cols,
-        num_warps=_WARPS,
-    )
-
-
-def _copy(dst: torch.Tensor, src: torch.Tensor, nbytes: int | None, n_programs: int) -> None:
-    nbytes = src.nbytes if nbytes is None else nbytes
-    if not (dst.is_contiguous() and src.is_contiguous()):
-        raise ValueError("a flat copy needs contiguous tensors")
-    if not 0 <= nbytes <= min(dst.nbytes, src.nbytes):
-        raise ValueError(f"cannot copy {nbytes} bytes from {src.nbytes} into {dst.nbytes}")
-    if nbytes == 0:
-        return
-    unit = math.gcd(16, dst.data_ptr(), src.data_ptr())
-    element, v = _UNITS[unit]
-    _copy_kernel[(min(n_programs, triton.cdiv(nbytes, _BLOCK_BYTES)),)](
-        triton.reinterpret(dst, element),
-        triton.reinterpret(src, element),
-        triton.reinterpret(dst, tl.int8),
-        triton.reinterpret(src, tl.int8),
-        nbytes,
-        UNIT=unit,
-        V=v,
-        BLOCK=_BLOCK_BYTES // unit * v,
         num_warps=_WARPS,
     )
 
