@@ -11,7 +11,7 @@ from moegen.exec.issue import Times
 from moegen.graph.task import Lane
 
 MODEL = mixtral()
-NOTHING = ([], [])
+NOTHING = ([], [], [])
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def test_a_kernel_counts_if_it_was_launched_before_its_turn_came(graph):
         ran(task, 2.0, 0.7, issued_s=2.1, step=3),  # begun while it was being launched
         ran(task, 3.0, 0.25, issued_s=2.9, step=4),
     ]
-    assert InStep(graph, times).spans([task]) == ([0.5, 0.25], [])
+    assert InStep(graph, times).spans([task]) == ([0.5, 0.25], [], [])
     assert InStep(graph, times[:2]).spans([task]) == NOTHING  # of one nothing can be said
 
 
 def test_all_tasks_of_a_kind_count_and_empty_ones_do_not(graph):
     a, b = [t for t in graph if t.id.op == "post_attn"][:2]
     times = [ran(a, 1.0, 0.5), ran(b, 2.0, 0.25), ran(b, 3.0, 0.0)]
-    assert InStep(graph, times).spans([a, b]) == ([0.5, 0.25], [])
+    assert InStep(graph, times).spans([a, b]) == ([0.5, 0.25], [], [])
     assert InStep(graph, times).spans([first(graph, "route")]) == NOTHING
 
 
@@ -60,7 +60,7 @@ def test_copies_of_weights_count_where_host_memory_is_theirs(graph, op):
         ran(other, 5.99, 0.3),
         ran(other, 3.5, 0.0),  # had nothing to do
     ]
-    assert InStep(graph, times).spans([copy]) == ([1.0, 1.25, 1.0], [])
+    assert InStep(graph, times).spans([copy]) == ([1.0, 1.25, 1.0], [], [])
 
 
 def test_kernels_beside_fetched_kv_are_apart_from_those_alone(graph):
@@ -76,28 +76,54 @@ def test_kernels_beside_fetched_kv_are_apart_from_those_alone(graph):
         ran(fetch, 4.0, 4.8),
         ran(fetch, 20.0, 1.0),
     ]
-    assert InStep(graph, times).spans([kernel]) == ([1.0, 1.25], [2.0, 3.0])
-    assert InStep(graph, times[:3] + times[5:]).spans([kernel]) == ([1.0, 1.25], [])
+    assert InStep(graph, times).spans([kernel]) == ([1.0, 1.25], [2.0, 3.0], [])
+    assert InStep(graph, times[:3] + times[5:]).spans([kernel]) == ([1.0, 1.25], [], [])
 
 
 def test_what_the_cpu_takes_counts_with_all_that_is_beside_it(graph):
     attend, copy = first(graph, "attn_cpu"), first(graph, "copy_expert")
     times = [ran(attend, 1.0, 0.5), ran(attend, 2.0, 0.75), ran(copy, 0.0, 4.0)]
-    assert InStep(graph, times).spans([attend]) == ([0.5, 0.75], [])
+    assert InStep(graph, times).spans([attend]) == ([0.5, 0.75], [], [])
 
 
 def test_rows_of_new_kv_are_of_the_lane_that_crowds(graph):
     append, fetch = first(graph, "append_kv"), first(graph, "fetch_kv")
     times = [ran(append, 1.0, 0.5), ran(append, 2.0, 0.75), ran(fetch, 3.0, 1.0)]
-    assert InStep(graph, times).spans([append]) == ([0.5, 0.75], [])
+    assert InStep(graph, times).spans([append]) == ([0.5, 0.75], [], [])
     assert InStep(graph, [*times, ran(fetch, 4.0, 1.0)]).spans([fetch]) == NOTHING
+
+
+def test_new_kv_that_shares_the_link_with_queries_does_not_count(graph):
+    append, send = first(graph, "append_kv"), first(graph, "send_qkv")
+    times = [
+        ran(append, 1.0, 0.5),
+        ran(append, 2.0, 0.75),
+        ran(append, 3.0, 2.0),  # for a half of it
+        ran(send, 4.0, 1.0),
+    ]
+    assert InStep(graph, times).spans([append]) == ([0.5, 0.75], [], [])
+    assert InStep(graph, times).spans([send]) == NOTHING  # all of it beside new KV, and once only
+
+
+def test_small_transfers_of_waves_are_told_apart_by_copies_of_weights():
+    """In decode weights cross all the time; after a wave of many prompts the link rests."""
+    s = mg.Strategy(B=4, b_a=2, b_e=64, s_expert=4 * MODEL.expert_bytes)
+    wave = mg.build(MODEL, s, "prefill", prompt_len=4)
+    s = s.with_(omega=0.5)
+    for g, apart in ((wave, True), (mg.build(MODEL, s, kv_len=16), False)):
+        counts, copy = first(g, "copy_counts"), first(g, "copy_expert")
+        spans = [(1.0, 0.5), (2.0, 0.25), (3.0, 1.5), (6.0, 1.25)]
+        times = [*(ran(counts, *span) for span in spans), ran(copy, 2.9, 5.0)]
+        alone, beside = [0.5, 0.25], [1.5, 1.25]
+        expected = (alone, [], beside) if apart else (alone + beside, [], [])
+        assert InStep(g, times).spans([counts]) == expected
 
 
 def test_experts_count_where_nearly_all_have_tokens(graph):
     experts = [t for t in graph if t.id.op == "expert"]
     n = len(experts)
     all_work = [ran(t, float(i), 0.5) for i, t in enumerate(experts)]
-    assert InStep(graph, all_work).spans(experts) == ([0.5] * n, [])
+    assert InStep(graph, all_work).spans(experts) == ([0.5] * n, [], [])
     idle = max(1, n // 5)
     some = [ran(t, float(i), 0.5 * (i >= idle)) for i, t in enumerate(experts)]
     assert InStep(graph, some).spans(experts) == NOTHING

@@ -17,6 +17,7 @@ from small_models import deepseek, mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
+from moegen.exec.in_step import Spans  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
@@ -192,9 +193,12 @@ def test_what_goes_up_the_link_is_timed_by_itself_and_beside_copies_of_weights(
 
 def test_steps_tell_what_a_kernel_takes_in_a_crowd(engine, bench, monkeypatch):
     with op_bench(decode(engine), engine.machinery, bench) as ops:
-        monkeypatch.setattr(ops._in_step, "spans", lambda tasks: ([1.0, 1.0], [4.0, 4.0]))
+        monkeypatch.setattr(
+            ops._in_step, "spans", lambda tasks: Spans([1.0, 1.0], [4.0, 4.0], [2.0, 2.5])
+        )
         (told,) = ops.time("post_attn", SPAN_S)
-        assert (told.seconds, told.crowded_s) == (1.0, 4.0)
+        found = told.seconds, told.crowded_s, told.beside_copies_s
+        assert found == (1.0, 4.0, 2.25)
 
 
 def test_all_ops_of_a_step_tell_what_they_take_of_the_thread(engine, bench):
@@ -262,6 +266,13 @@ def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monke
         gc.enable()
     assert {t.task.id.op for t in found} == {"expert", "pre_attn"}
     assert at_begin == [[], [], []]
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_so_many_steps_run_and_all_but_two_count(engine, bench, steps):
+    with op_bench(decode(engine), engine.machinery, bench, steps=steps) as ops:
+        assert {t.task.step for t in ops.records} == set(range(2, steps))
+        assert ops.time("route", SPAN_S)  # on what the last step left
 
 
 def test_the_run_before_says_how_long_one_waits(engine, bench):

@@ -47,7 +47,7 @@ def found(model, *, on_gpu=False) -> dict[str, list[Point]]:
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_layers_are_the_fewest_of_each_class_that_no_cache_holds(name):
+def test_layers_are_the_fewest_of_each_class_that_are_like_a_deep_models(name):
     whole = catalogue(name)
     part = profiled_layers(whole)
     n = part.n_layers
@@ -55,7 +55,8 @@ def test_layers_are_the_fewest_of_each_class_that_no_cache_holds(name):
     def enough(layers):
         kinds = {x.name for x in layers} == {x.name for x in whole.layers}
         dense = sum(x.weight_bytes - x.experts_bytes for x in layers)
-        return kinds and (dense >= 128 * MIB or sum(x.weight_bytes for x in layers) >= 8 * GIB)
+        like_deep = len(layers) >= 3 and dense >= 128 * MIB
+        return kinds and (like_deep or sum(x.weight_bytes for x in layers) >= 8 * GIB)
 
     assert part.layers == whole.layers[:n]
     assert n == whole.n_layers or enough(part.layers)
@@ -150,6 +151,16 @@ def test_experts_that_go_in_groups_are_timed_one_by_one_too():
     ones = {t.work.launches for t in single[1].graph if t.id.op == "expert"}
     assert groups == {expert_group(many)} and ones == {1}
     assert expert_group(mixtral()) == 1 and "decode, single experts" not in found(mixtral())
+
+
+def test_whole_steps_tell_the_thread_of_all_ops_and_others_of_those_that_they_time():
+    grids = found(mixtral(), on_gpu=True)
+    for p in (*grids["decode"], *grids["prefill"]):
+        assert p.tells == {t.id.op for t in p.graph}
+    for p in (*grids["attention"], *grids["prompts"]):
+        assert p.tells == set(p.ops) and not {t.id.op for t in p.graph} <= p.tells
+    assert grids["decode"][0].steps > grids["prefill"][0].steps > grids["attention"][0].steps > 2
+    assert found(mixtral())["decode"][0].steps == grids["prefill"][0].steps  # on CPU lanes
 
 
 def test_prompts_are_no_longer_than_the_models_context():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,29 @@ LEAST = 2
 # is no matter.
 _DISTURBS = frozenset({Lane.CPU, Lane.KV})
 _UNDISTURBED = 0.02
-# A kernel is alone, or beside zero-copy kernels, if nearly all of it is.
+# A task is alone, or beside others, if nearly all of it is.
 _NEARLY = 0.1
 # Experts without tokens do nothing, and the others have theirs: not what the graph says.
 _MOST_IDLE = 0.1
+
+
+class Spans(NamedTuple):
+    """Seconds of each time that tasks of one kind ran; empty where there are too few.
+
+    Attributes
+    ----------
+    alone : list of float
+        As nothing but their work has it.
+    crowded : list of float
+        Beside zero-copy kernels, which all others wait for.
+    beside_copies : list of float
+        Beside copies of weights, of what these slow where they are not there all the time: small
+        transfers in waves of prompts.
+    """
+
+    alone: list[float]
+    crowded: list[float]
+    beside_copies: list[float]
 
 
 class InStep:
@@ -36,35 +56,30 @@ class InStep:
 
     def __init__(self, g: TaskGraph, times: Iterable[Times]) -> None:
         self._ran: dict[TaskId, list[Times]] = defaultdict(list)
-        busy: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in _DISTURBS}
+        busy: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
         for t in times:
             task = t.task._replace(step=0)
             self._ran[task].append(t)
-            if t.worked and g[task].lane in _DISTURBS:
+            if t.worked:
                 busy[g[task].lane].append((t.start_s, t.end_s))
         # From when and until when, shape [2, tasks].
         self._busy = {lane: np.array(spans).reshape(-1, 2).T for lane, spans in busy.items()}
 
-    def spans(self, tasks: Sequence[Task]) -> tuple[list[float], list[float]]:
-        """Seconds of each time that tasks of one kind ran as nothing but their work has it: alone,
-        and beside zero-copy kernels, which all others wait for.
+    def spans(self, tasks: Sequence[Task]) -> Spans:
+        """How long tasks of one kind took.
 
         Copies of weights count if no KV was moved and none read by the CPU meanwhile; kernels and
         other copies if they had been launched before their turn came: of others a part of the
         time is the thread's that launches them. What the CPU takes counts always, with the copies
-        beside it. Fetched KV does not count, as it shares the link all the time, nor do experts of
-        whom some had no tokens.
-
-        Returns
-        -------
-        alone, crowded : list of float
-            Empty if there are fewer than `LEAST`.
+        beside it. Fetched KV does not count, as it shares the link all the time, nor new KV that
+        shares it with queries, nor experts of whom some had no tokens.
         """
         first = tasks[0]
         ran = [t for task in tasks for t in self._ran[task.id]]
         worked = [t for t in ran if t.worked]
         alone: list[Times] = []
         crowded: list[Times] = []
+        copies: list[Times] = []
         if first.lane is Lane.CPU:
             alone = worked
         elif first.lane is Lane.BULK:
@@ -72,12 +87,18 @@ class InStep:
         elif first.id.op != "fetch_kv" and not self._idle(first, ran, worked):
             launched = [t for t in worked if not t.late]
             if first.lane is Lane.KV:
-                alone = launched
+                alone, _ = self._apart(launched, Lane.ACT)
             else:
-                beside = [self._beside(t, {Lane.KV}) for t in launched]
-                alone = [t for t, x in zip(launched, beside, strict=True) if x <= _NEARLY]
-                crowded = [t for t, x in zip(launched, beside, strict=True) if x >= 1 - _NEARLY]
-        return _seconds(alone), _seconds(crowded)
+                alone, crowded = self._apart(launched, Lane.KV)
+            if first.lane is Lane.ACT and first.id.phase == "prefill":
+                alone, copies = self._apart(alone, Lane.BULK)
+        return Spans(_seconds(alone), _seconds(crowded), _seconds(copies))
+
+    def _apart(self, times: Sequence[Times], lane: Lane) -> tuple[list[Times], list[Times]]:
+        """Those that were nearly alone, and those nearly all the time beside a lane at work."""
+        beside = [self._beside(t, {lane}) for t in times]
+        alone = [t for t, x in zip(times, beside, strict=True) if x <= _NEARLY]
+        return alone, [t for t, x in zip(times, beside, strict=True) if x >= 1 - _NEARLY]
 
     @staticmethod
     def _idle(first: Task, ran: Sequence[Times], worked: Sequence[Times]) -> bool:

@@ -23,7 +23,6 @@ from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
 
 # The first step compiles kernels, the second finds every slot filled; then come those that count.
-_PRIMING_STEPS = 4
 _COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
 # What carries rows up the link: copies of weights slow it, to half of its speed.
@@ -89,6 +88,8 @@ class OpBench:
         Its rows.
     bench : Bench
         The lanes to run on.
+    steps : int
+        That are run; all but the first two count.
 
     Attributes
     ----------
@@ -96,16 +97,16 @@ class OpBench:
         Of the steps that ran and count.
     """
 
-    def __init__(self, g: TaskGraph, made: MadeUp, bench: Bench) -> None:
+    def __init__(self, g: TaskGraph, made: MadeUp, bench: Bench, steps: int) -> None:
         self.graph, self.bench = g, bench
-        steps: list[Step] = []
+        bound: list[Step] = []
 
         def source(_: Program, index: int) -> Step | None:
-            if index == _PRIMING_STEPS:
+            if index == steps:
                 return None
             # What a cache holds would be read too fast: in each step other rows.
-            steps.append(made.step(index % made.n_sets))
-            return steps[-1]
+            bound.append(made.step(index % made.n_sets))
+            return bound[-1]
 
         self._program = made.program(source)
         records: dict[int, list[Times]] = {}
@@ -116,7 +117,7 @@ class OpBench:
         # Lanes that share the cores hold each other up all the time.
         self._on_gpu = made.machinery.device.type == "cuda"
         self._in_step = InStep(g, self.records if self._on_gpu else [])
-        self._step, self._index = steps[-1], _PRIMING_STEPS - 1
+        self._step, self._index = bound[-1], steps - 1
         self._others = made.steps()
         self._route_evenly()
 
@@ -166,7 +167,7 @@ class OpBench:
             ways, crowded = [self._by_itself(tasks, span_s, [])], []
             beside_copies = self._by_itself(tasks, span_s, copies)
         else:
-            alone, crowded = self._in_step.spans(tasks)
+            alone, crowded, beside_copies = self._in_step.spans(tasks)
             ways = [alone] if alone else []
             if not alone or first.lane is Lane.BULK:
                 ways.append(self._by_itself(tasks, span_s, self._usual_company(first)))
@@ -228,7 +229,7 @@ class OpBench:
 
 @contextmanager
 def op_bench(
-    g: TaskGraph, machinery: Machinery, bench: Bench, *, uncached: bool = True
+    g: TaskGraph, machinery: Machinery, bench: Bench, *, steps: int = 4, uncached: bool = True
 ) -> Iterator[OpBench]:
     """An `OpBench` on made-up rows, whose memory is given back at the end.
 
@@ -240,4 +241,4 @@ def op_bench(
     nbytes = tokens * machinery.family.spec.kv_bytes_per_token
     sets = min(_MOST_SETS, -(-_UNCACHED_BYTES // max(1, nbytes))) if uncached else 1
     with MadeUp(g, machinery, sets) as made:
-        yield OpBench(g, made, bench)
+        yield OpBench(g, made, bench, steps)

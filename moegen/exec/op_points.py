@@ -15,6 +15,9 @@ from moegen.graph.task import TaskGraph
 
 # Layers of which no cache holds the dense weights; more would only take longer to make up.
 _DENSE_BYTES, MOST_BYTES = 128 << 20, 8 << 30
+# And so many at least: in a step's first layer the issuing thread finds more of its code in the
+# caches than in others, and kernels that end the last one end sooner.
+_LEAST_LAYERS = 3
 # On CPU lanes all of them are computed by a few cores, and no cache holds their experts either.
 MOST_CPU_BYTES = 1 << 30
 # What an op's time depends on: tokens of matrix products, rows and context of attention.
@@ -48,6 +51,12 @@ _ATTENDED = (
 )  # fmt: skip
 
 PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")
+# Grids whose steps have more or less to do than those of a run between the ops that they time.
+_PARTS_OF_A_STEP = frozenset({"attention", "prompts"})
+# Steps of a point; fewer where only what single ops take is told, and more where it is what the
+# issuing thread takes, which rises by a tenth over the first few.
+_STEPS, _FEW_STEPS, _MANY_STEPS = 4, 3, 6
+
 DECODE_OPS = (
     "copy_rows", "embed", *PRODUCTS, "send_qkv", "recv_attn", "append_kv", "copy_counts",
     "copy_dense", "copy_expert", "lm_head", "sample", "copy_tokens",
@@ -61,12 +70,19 @@ class Point(NamedTuple):
     """A graph, and the ops of it to time.
 
     ``grid`` names the points that belong together: once one of them has taken too long, those
-    that are as large are left out.
+    that are as large are left out. So many ``steps`` of it are run.
     """
 
     graph: TaskGraph
     ops: tuple[str, ...]
     grid: str
+    steps: int = _STEPS
+
+    @property
+    def tells(self) -> frozenset[str]:
+        """Ops of which it tells what handing them over takes."""
+        all_ops = {t.id.op for t in self.graph}
+        return frozenset(all_ops if self.grid not in _PARTS_OF_A_STEP else self.ops)
 
     @property
     def size(self) -> int:
@@ -144,7 +160,8 @@ class Agenda:
 
 
 def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec:
-    """The first layers of a model: one of each class, and enough that caches do not hold them.
+    """The first layers of a model: one of each class, and enough that they are like those of a deep
+    one, and that caches do not hold them.
 
     Parameters
     ----------
@@ -158,7 +175,9 @@ def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec
     )
     dense = [layer.dense_bytes for layer in model.layers]
     whole = [layer.weight_bytes for layer in model.layers]
-    while n < model.n_layers and sum(dense[:n]) < _DENSE_BYTES and sum(whole[:n]) < most_bytes:
+    while n < model.n_layers and sum(whole[:n]) < most_bytes:
+        if n >= _LEAST_LAYERS and sum(dense[:n]) >= _DENSE_BYTES:
+            break
         n += 1
     return model.with_(n_layers=n)
 
@@ -206,7 +225,8 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
     for rows in _DECODE_ROWS:
         s = strategy(model, rows, rows, 0.5 if rows > 1 else 0.0, group)
         context = min(_ATTENDED_TOKENS // rows, _MOST_CONTEXT) if on_gpu else _LEAST_CONTEXT
-        yield Point(build(model, s, kv_len=context), DECODE_OPS, "decode")
+        g = build(model, s, kv_len=context)
+        yield Point(g, DECODE_OPS, "decode", _MANY_STEPS if on_gpu else _STEPS)
     if group > 1:  # one by one too
         for rows in _SINGLE_ROWS:
             s = strategy(model, rows, rows, 0.5, 1)
@@ -218,7 +238,8 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
         yield Point(g, ("route", "expert"), "decode, small products")
     for rows, context, parts in _ATTENTION:
         s = strategy(model, (parts + 1) * rows, rows, 1 / (parts + 1), group)
-        yield Point(build(model, s, kv_len=context - 1), ATTENTION_OPS, "attention")
+        g = build(model, s, kv_len=context - 1)
+        yield Point(g, ATTENTION_OPS, "attention", _FEW_STEPS)
 
 
 def _of_prefill(model: ModelSpec) -> Iterator[Point]:
@@ -231,4 +252,4 @@ def _of_prefill(model: ModelSpec) -> Iterator[Point]:
         if prompt <= model.max_context:
             s = strategy(model, tokens // prompt, tokens // prompt, 0.0, group)
             g = build(model, s, "prefill", prompt_len=prompt)
-            yield Point(g, ("attn_prefill",), "prompts")
+            yield Point(g, ("attn_prefill",), "prompts", _FEW_STEPS)

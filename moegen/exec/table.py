@@ -229,9 +229,10 @@ def _of_point(
     records: list[Sequence[Times]],
     handed: list[Handed],
 ) -> Iterator[Timed]:
-    with op_bench(point.graph, machinery, bench, uncached="attn_cpu" in point.ops) as ops:
+    uncached = "attn_cpu" in point.ops
+    with op_bench(point.graph, machinery, bench, steps=point.steps, uncached=uncached) as ops:
         records.append(ops.records)
-        handed += ops.handed_over()
+        handed += [h for h in ops.handed_over() if h.task.id.op in point.tells]
         for op in point.ops:
             yield from ops.time(op, _SPAN_S)
 
