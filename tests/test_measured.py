@@ -290,6 +290,44 @@ def test_a_task_takes_the_curve_of_its_own_width():
     )
 
 
+OF_ROWS = {
+    "append_kv": ("KV", "d2h_bytes"),
+    "combine": ("GPU", "gpu_bytes"),
+    "sample": ("GPU", "gpu_bytes"),
+}
+
+
+def of_rows(op: str, nbytes: float, width: float):
+    lane, what = OF_ROWS[op]
+    return task(op, lane, Work(tokens=nbytes / width, **{what: nbytes}))
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_as_many_bytes_in_longer_rows_are_another_models(op):
+    """Of bytes alone both models' tasks would take what the first in the table takes."""
+    what = OF_ROWS[op][1]
+
+    def of_width(width, seconds):
+        axes = {what: (80, 160), f"{what}_per_token": (width,)}
+        return Curve((op,), axes, ((seconds,), (2 * seconds,)), "made up")
+
+    for curves in ((of_width(4, 100), of_width(16, 300)), (of_width(16, 300), of_width(4, 100))):
+        cost = Measured(table(*curves))
+        for width, seconds in ((4, 100), (16, 300)):
+            assert asked(of_rows(op, 80, width), cost) == (seconds, "measured")
+            assert asked(of_rows(op, 120, width), cost) == (1.5 * seconds, "interpolated")
+        # No model's width: the nearest one's, in times, for as many bytes.
+        for width, seconds in ((1, 100), (7, 100), (9, 300), (20, 300)):
+            assert asked(of_rows(op, 80, width), cost) == (seconds, "extrapolated")
+        # More bytes than were measured go on as the rates do, whatever the width.
+        roofline = CostModel.roofline(HW).seconds
+        ratio = roofline(of_rows(op, 1600, 4)) / roofline(of_rows(op, 160, 4))
+        for width, seconds in ((4, 200), (7, 200), (16, 600)):
+            assert asked(of_rows(op, 1600, width), cost) == (
+                pytest.approx(seconds * ratio), "extrapolated",
+            )  # fmt: skip
+
+
 def test_of_curves_as_near_the_first_is_taken():
     first, wide = (
         narrow(seconds=1),
@@ -616,9 +654,14 @@ def test_a_damaged_file_is_refused_by_name(path, change, says):
             "copy_dense at h2d_bytes=40: 2 s would be 2e-08 GB/s, above the peak of 1.5e-08 GB/s",
         ),
         (
-            Curve(("append_kv",), {"d2h_bytes": (40,)}, (2,), "made up"),
+            Curve(
+                ("append_kv",),
+                {"d2h_bytes": (40,), "d2h_bytes_per_token": (4,)},
+                ((2,),),
+                "made up",
+            ),
             {"link_peak_bytes_per_s": 15.0},
-            "append_kv at d2h_bytes=40",
+            "append_kv at d2h_bytes=40, d2h_bytes_per_token=4: 2 s would be 2e-08 GB/s, above",
         ),
         (
             Curve(("embed",), {"gpu_bytes": (900,)}, (2,), "made up"),

@@ -219,8 +219,16 @@ def test_computed_apart_in_each_phase_and_copied_alike():
         *(product(8, s, phase=p) for p, s in (("decode", 1.0), ("prefill", 2.0))),
         *(copy(n, n, phase=p) for p, n in (("decode", 1), ("prefill", 2))),
     ]
+    some += [product(8, s, op="lm_head", phase=p) for p, s in (("decode", 1.0), ("prefill", 1.2))]
+    some += [
+        at("sample", s, gpu_bytes=64, tokens=8, phase=p)
+        for p, s in (("decode", 1.0), ("prefill", 1.2))
+    ]
     found = {(c.ops, c.phase): c for c in curves(some, SOURCE)}
-    assert len(found) == 3
+    assert len(found) == 7
+    for op in ("lm_head", "sample"):  # a GPU is hot after a wave
+        assert found[(op,), "decode"].seconds == ((1.0,),)
+        assert found[(op,), "prefill"].seconds == ((1.2,),)
     assert found[("pre_attn",), "decode"].seconds == ((1.0,),)
     assert found[("pre_attn",), "prefill"].seconds == ((2.0,),)
     assert found[("copy_dense",), None].seconds == (1, 2)
@@ -232,6 +240,18 @@ def test_each_width_of_matrices_has_a_curve_of_its_own():
     narrow, wide = curves(some, SOURCE)
     assert narrow.axes == {"tokens": (1.0, 2.0), "flops_per_token": (10.0,)}
     assert wide.axes["flops_per_token"] == (30.0,) and wide.seconds == ((30.0,), (60.0,))
+
+
+@pytest.mark.parametrize(
+    "op, what", [("append_kv", "d2h_bytes"), ("combine", "gpu_bytes"), ("sample", "gpu_bytes")]
+)
+def test_each_width_of_rows_has_a_curve_of_its_own(op, what):
+    """As many bytes of each, which are fewer tokens of the wider ones."""
+    some = [at(op, n * w, tokens=n // w, **{what: n}) for n in (64, 128) for w in (8, 32)]
+    narrow, wide = curves(some, SOURCE)
+    assert narrow.axes == {what: (64.0, 128.0), f"{what}_per_token": (8.0,)}
+    assert wide.axes == {what: (64.0, 128.0), f"{what}_per_token": (32.0,)}
+    assert wide.seconds == ((2048,), (4096,))
 
 
 def test_rows_and_context_are_one_grid_where_it_is_whole():

@@ -19,7 +19,8 @@ from moegen.graph.sound_waves import expert_group
 
 MIB, GIB = 1 << 20, 1 << 30
 # Ops whose kernels are timed apart in prefill and decode.
-BOTH = {"embed", "pre_attn", "post_attn", "route", "expert", "combine"}
+BOTH = {"embed", "pre_attn", "append_kv", "post_attn", "route", "expert", "combine", "lm_head",
+        "sample"}  # fmt: skip
 
 
 def catalogue(name):

@@ -18,15 +18,16 @@ from moegen.graph.features import FEATURES, FEATURES_OF
 
 # What the copy engine carries it carries alike in both phases. Computed is with other kernels in
 # part, and at another clock: prefill has a GPU busy all the time, which kernels that use host
-# memory wait for too. And a step of prompts is bound by tokens, one of decode by rows.
+# memory wait for too, and which is hot still when the tokens are sampled. And a step of prompts is
+# bound by tokens, one of decode by rows.
 _BY_PHASE = frozenset(
     {
         "copy_rows", "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
-        "shared_expert", "dense_mlp", "expert", "combine",
+        "shared_expert", "dense_mlp", "expert", "combine", "lm_head", "sample",
     }
 )  # fmt: skip
 # Ops that follow their second feature too from one value to another: how long rows are. For the
-# others it is the width of a model's matrices, and each width has a curve of its own.
+# others it is the width of a model's matrices or rows, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
 
 _At = tuple[float, ...]

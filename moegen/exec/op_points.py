@@ -63,7 +63,7 @@ DECODE_OPS = (
 )  # fmt: skip
 ATTENTION_OPS = ("fetch_kv", "attn_gpu", "attn_cpu")
 PREFILL_OPS = ("copy_rows", "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
-               "shared_expert", "dense_mlp", "expert", "combine")  # fmt: skip
+               "shared_expert", "dense_mlp", "expert", "combine", "lm_head", "sample")  # fmt: skip
 
 
 class Point(NamedTuple):

@@ -10,8 +10,13 @@ A measured curve is a grid over these. Each op has its own, in a fixed order:
 - decode attention: ``rows``, ``bytes_per_row``, which is how long their KV is, and
   ``flops_per_byte``, which is its kind (4 for mixtral's grouped heads in two bytes a number, some
   240 for the latent heads of deepseek-v2);
+- ``sample`` and ``combine``: ``gpu_bytes``, and ``gpu_bytes_per_token``, which is how long a row
+  of the vocabulary is, or those of a token's experts: few long rows take longer than as many bytes
+  in short ones;
+- ``append_kv``, which scatters rows over host memory: ``d2h_bytes`` and ``d2h_bytes_per_token``,
+  for short rows fill the link less than long ones;
 - other kernels: ``gpu_bytes``;
-- copies, by the copy engine or by kernels that read and write host memory: ``h2d_bytes`` or
+- other copies, by the copy engine or by kernels that read and write host memory: ``h2d_bytes`` or
   ``d2h_bytes``.
 
 Where an op launches several kernels or copies, numbers and seconds are those of one, unless
@@ -36,14 +41,19 @@ class Feature:
         It, of a task's work.
     grows : tuple of str
         Fields of the work that are proportional to it when the other features stay.
+    shrinks : tuple of str
+        Fields of which there is as much less then: so many bytes are fewer tokens if each has more.
     """
 
     of: Callable[[Work], float]
-    grows: tuple[str, ...]
+    grows: tuple[str, ...] = ()
+    shrinks: tuple[str, ...] = ()
 
     def scaled(self, work: Work, factor: float) -> Work:
         """``work`` with this feature ``factor`` times as large and the others as they are."""
-        return replace(work, **{name: getattr(work, name) * factor for name in self.grows})
+        more = {name: getattr(work, name) * factor for name in self.grows}
+        less = {name: getattr(work, name) / factor for name in self.shrinks}
+        return replace(work, **more, **less)
 
 
 FEATURES = {
@@ -60,13 +70,16 @@ FEATURES = {
         lambda w: (w.gpu_bytes + w.host_bytes) / w.rows, ("flops", "gpu_bytes", "host_bytes")
     ),
     "flops_per_byte": Feature(lambda w: w.flops / (w.gpu_bytes + w.host_bytes), ("flops",)),
-    "gpu_bytes": Feature(lambda w: w.gpu_bytes / w.launches, ("gpu_bytes",)),
+    "gpu_bytes": Feature(lambda w: w.gpu_bytes / w.launches, ("gpu_bytes", "tokens")),
+    "gpu_bytes_per_token": Feature(lambda w: w.gpu_bytes / w.tokens, shrinks=("tokens",)),
     "h2d_bytes": Feature(lambda w: w.h2d_bytes / w.launches, ("h2d_bytes",)),
-    "d2h_bytes": Feature(lambda w: w.d2h_bytes / w.launches, ("d2h_bytes",)),
+    "d2h_bytes": Feature(lambda w: w.d2h_bytes / w.launches, ("d2h_bytes", "tokens")),
+    "d2h_bytes_per_token": Feature(lambda w: w.d2h_bytes / w.tokens, shrinks=("tokens",)),
 }
 
 _PRODUCT = ("tokens", "flops_per_token")
 _PRODUCTS = (*_PRODUCT, "launches")
+_OF_ROWS = ("gpu_bytes", "gpu_bytes_per_token")
 _ATTENTION = ("rows", "bytes_per_row", "flops_per_byte")
 #: The features of each op.
 FEATURES_OF: dict[str, tuple[str, ...]] = {
@@ -77,7 +90,7 @@ FEATURES_OF: dict[str, tuple[str, ...]] = {
     "send_qkv": ("d2h_bytes",),
     "attn_cpu": _ATTENTION,
     "recv_attn": ("h2d_bytes",),
-    "append_kv": ("d2h_bytes",),
+    "append_kv": ("d2h_bytes", "d2h_bytes_per_token"),
     "fetch_kv": ("h2d_bytes",),
     "attn_gpu": _ATTENTION,
     "attn_prefill": ("prompt_tokens", "attended_flops", "io_per_token"),
@@ -88,8 +101,8 @@ FEATURES_OF: dict[str, tuple[str, ...]] = {
     "dense_mlp": _PRODUCT,
     "copy_expert": ("h2d_bytes",),
     "expert": _PRODUCTS,
-    "combine": ("gpu_bytes",),
+    "combine": _OF_ROWS,
     "lm_head": _PRODUCT,
-    "sample": ("gpu_bytes",),
+    "sample": _OF_ROWS,
     "copy_tokens": ("d2h_bytes",),
 }
