@@ -169,7 +169,7 @@ def test_yaml_of_ones_own(tmp_path):
 def test_a_profile_is_no_machine(tmp_path):
     """It was said to lack sources of its versions."""
     path = tmp_path / "here.json"
-    path.write_text(json.dumps({"format": "moegen.profile/3", "versions": {"torch": "2.11.0"}}))
+    path.write_text(json.dumps({"format": "moegen.profile/4", "versions": {"torch": "2.11.0"}}))
     with pytest.raises(InvalidInput, match=r"here.json is no machine, it is a file of moegen.prof"):
         HardwareSpec.from_yaml(path)
 

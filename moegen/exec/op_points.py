@@ -37,11 +37,13 @@ _ATTENTION = (
 )  # fmt: skip
 # Tokens of a product that tell what launching a further one takes.
 _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
-# Tokens of a wave, and of a product: first what keeps a GPU busy all the time, for it computes
-# slower then, in one product and in several.
-_LARGE_WAVE, _PARTS = 65536, (65536, 8192, 2048)
-_WAVES = (*((_LARGE_WAVE, n) for n in _PARTS), *((n, n) for n in (4096, 1024, 256, 64)))
-_PROMPT = 64
+# Tokens of a wave, of a product, and of each prompt: first what keeps a GPU busy all the time, for
+# it computes slower then, in one product and in several, with more rows and with fewer.
+_LARGE_WAVE = 65536
+_WAVES = (
+    (_LARGE_WAVE, _LARGE_WAVE, 64), (_LARGE_WAVE, 8192, 256), (_LARGE_WAVE, 2048, 512),
+    (4096, 4096, 64), (1024, 1024, 64), (256, 256, 64), (64, 64, 64),
+)  # fmt: skip
 # Prompts of a micro-batch by length, and tokens of all of them. A kernel works in tiles of some 128
 # tokens, and a prompt of 16 takes it more than half as long: so short lengths lie close.
 _ATTENDED = (
@@ -244,10 +246,11 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
 
 def _of_prefill(model: ModelSpec) -> Iterator[Point]:
     group = expert_group(model)
-    for tokens, product in _WAVES:
-        rows, part = tokens // _PROMPT, max(1, min(tokens, PART_TOKENS) // _PROMPT)
+    for tokens, product, prompt in _WAVES:
+        prompt = min(prompt, model.max_context)
+        rows, part = tokens // prompt, max(1, min(tokens, PART_TOKENS) // prompt)
         s = strategy(model, rows, part, 0.0, group, product)
-        yield Point(build(model, s, "prefill", prompt_len=_PROMPT), PREFILL_OPS, "prefill")
+        yield Point(build(model, s, "prefill", prompt_len=prompt), PREFILL_OPS, "prefill")
     for prompt, tokens in _ATTENDED:
         if prompt <= model.max_context:
             s = strategy(model, tokens // prompt, tokens // prompt, 0.0, group)

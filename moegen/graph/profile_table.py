@@ -2,7 +2,7 @@
 
 The file is JSON::
 
-    {"format": "moegen.profile/3",
+    {"format": "moegen.profile/4",
      "date": "2026-11-30",
      "versions": {"torch": "2.11.0"},
      "dtype": "bfloat16",
@@ -69,7 +69,7 @@ from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.latencies import Latencies
 from moegen.graph.peaks import check_peaks
 
-FORMAT = "moegen.profile/3"
+FORMAT = "moegen.profile/4"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
