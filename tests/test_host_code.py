@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -46,6 +48,16 @@ def test_of_a_step_tasks_tell_that_worked_and_their_lane_waited_for(op):
     assert found.late == (op == "route")
     assert not told(of, *early, late[0]).late  # one is not enough
     assert not list(handed_over(TaskGraph((of,), ()), idle))
+
+
+@pytest.mark.parametrize("several", [{"expert": 0}, {"microbatch": 0}])
+def test_of_several_tasks_of_a_layer_all_tell(several):
+    """Their lane waits for the first, which finds the thread cold, and not for the others."""
+    of = task("expert")
+    of = replace(of, id=of.id._replace(**several))
+    times = [ran(of, 2.5, starts_s=0.5)] * 2 + [ran(of, 1.0, starts_s=99.0)] * 4
+    found = told(of, *times)
+    assert (found.issue_s, found.times, found.late) == (1.5, 6, False)
 
 
 def test_of_waves_tasks_tell_that_soon_began():

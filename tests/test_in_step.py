@@ -105,18 +105,15 @@ def test_new_kv_that_shares_the_link_with_queries_does_not_count(graph):
     assert InStep(graph, times).spans([send]) == NOTHING  # all of it beside new KV, and once only
 
 
-def test_small_transfers_of_waves_are_told_apart_by_copies_of_weights():
-    """In decode weights cross all the time; after a wave of many prompts the link rests."""
-    s = mg.Strategy(B=4, b_a=2, b_e=64, s_expert=4 * MODEL.expert_bytes)
-    wave = mg.build(MODEL, s, "prefill", prompt_len=4)
-    s = s.with_(omega=0.5)
-    for g, apart in ((wave, True), (mg.build(MODEL, s, kv_len=16), False)):
-        counts, copy = first(g, "copy_counts"), first(g, "copy_expert")
-        spans = [(1.0, 0.5), (2.0, 0.25), (3.0, 1.5), (6.0, 1.25)]
-        times = [*(ran(counts, *span) for span in spans), ran(copy, 2.9, 5.0)]
-        alone, beside = [0.5, 0.25], [1.5, 1.25]
-        expected = (alone, [], beside) if apart else (alone + beside, [], [])
-        assert InStep(g, times).spans([counts]) == expected
+@pytest.mark.parametrize("op", ["copy_counts", "send_qkv"])
+def test_small_transfers_are_told_apart_by_copies_of_weights(graph, op):
+    small, copy = first(graph, op), first(graph, "copy_expert")
+    spans = [(1.0, 0.5), (2.0, 0.25), (3.0, 1.5), (6.0, 1.25)]
+    times = [*(ran(small, *span) for span in spans), ran(copy, 2.9, 5.0)]
+    assert InStep(graph, times).spans([small]) == ([0.5, 0.25], [], [1.5, 1.25])
+    kernel = first(graph, "route")
+    times = [*(ran(kernel, *span) for span in spans), ran(copy, 2.9, 5.0)]
+    assert InStep(graph, times).spans([kernel]) == ([0.5, 0.25, 1.5, 1.25], [], [])
 
 
 def test_experts_count_where_nearly_all_have_tokens(graph):

@@ -21,6 +21,7 @@ MIB, GIB = 1 << 20, 1 << 30
 # Ops whose kernels are timed apart in prefill and decode.
 BOTH = {"embed", "pre_attn", "append_kv", "post_attn", "route", "expert", "combine", "lm_head",
         "sample"}  # fmt: skip
+DECODE_ROWS = (1, 16, 64, 128, 256, 1024, 2048, 4096)
 
 
 def catalogue(name):
@@ -86,11 +87,11 @@ def test_every_op_of_a_step_is_timed_and_its_features_are_known(model):
 def test_on_cpu_lanes_small_sizes_come_first():
     grids = found(mixtral(max_position_embeddings=16384))
     # Each row has 16 tokens behind it and makes one; contexts count the new one.
-    assert [p.size for p in grids["decode"]] == [17 * n for n in (1, 16, 64, 256, 1024, 2048, 4096)]
+    assert [p.size for p in grids["decode"]] == [17 * n for n in DECODE_ROWS]
     # Three times as many rows on the GPU as on the CPU, but for the largest.
     few = [(n, c) for n in (8, 32, 128) for c in (64, 192, 512, 1536)] + [(1, 64), (1, 1536)]
     assert [p.size for p in grids["attention"]] == sorted(
-        [4 * n * c for n, c in few] + [512 * 512, 512 * 64, 2048 * 64]
+        [4 * n * c for n, c in few] + [512 * 1536, 512 * 512, 512 * 64, 2048 * 64]
     )
     assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 4096, 65536, 65536, 65536]
     assert [p.size for p in grids["prompts"]] == 5 * [512] + 5 * [2048] + 7 * [16384]
@@ -107,7 +108,7 @@ def test_beside_a_gpu_what_tells_most_comes_first():
     at = {(p.graph.shape.rows // 4, p.graph.shape.past[0] + 1) for p in four}
     assert at == {(8, 64), (128, 64), (8, 1536), (128, 1536)}
     for p in grids["attention"]:
-        if p.graph.shape.rows in (512, 2048) and p.graph.shape.past[0] + 1 < 1536:
+        if p.graph.strategy.omega == 1:
             continue
         on_gpu = {t.id.microbatch for t in p.graph if t.id.op == "attn_gpu" and t.id.layer == 0}
         on_cpu = {t.work.rows for t in p.graph if t.id.op == "attn_cpu"}
@@ -115,11 +116,21 @@ def test_beside_a_gpu_what_tells_most_comes_first():
 
 
 def test_decode_steps_beside_a_gpu_have_kv_as_a_run_has():
-    """No more than some hundred tokens a row, and all together a few GB of the largest models."""
-    steps = found(mixtral(), on_gpu=True)["decode"]
+    """All together a few GB of the largest models, and no longer than a model's context."""
+    steps = found(mixtral(max_position_embeddings=16384), on_gpu=True)["decode"]
     rows, context = zip(*((p.graph.shape.rows, p.graph.shape.past[0]) for p in steps), strict=True)
-    assert rows == (1, 16, 64, 256, 1024, 2048, 4096)
-    assert context == (512, 512, 512, 512, 256, 128, 64)
+    assert rows == DECODE_ROWS
+    assert context == (4096, 4096, 4096, 2048, 1024, 256, 128, 64)
+    short = found(mixtral(max_position_embeddings=300), on_gpu=True)["decode"]
+    assert [p.graph.shape.past[0] for p in short] == [300] * 5 + [256, 128, 64]
+
+
+def test_of_wide_kv_no_more_is_attended_to_than_is_soon_made_up():
+    for name, there in (("mixtral-8x7b", False), ("deepseek-v2", True)):
+        grid = found(catalogue(name).with_(n_layers=2), on_gpu=True)["attention"]
+        on_cpu = [p.graph.shape for p in grid if p.graph.strategy.omega == 1]
+        sizes = [(shape.rows, shape.past[0] + 1) for shape in on_cpu]
+        assert ((512, 1536) in sizes) == there and (512, 512) in sizes
 
 
 def test_one_step_tells_what_launching_a_further_product_takes():
@@ -160,7 +171,7 @@ def test_whole_steps_tell_the_thread_of_all_ops_and_others_of_those_that_they_ti
         assert p.tells == {t.id.op for t in p.graph}
     for p in (*grids["attention"], *grids["prompts"]):
         assert p.tells == set(p.ops) and not {t.id.op for t in p.graph} <= p.tells
-    assert grids["decode"][0].steps > grids["prefill"][0].steps > grids["attention"][0].steps > 2
+    assert grids["decode"][0].steps > grids["attention"][0].steps > grids["prompts"][0].steps > 2
     assert found(mixtral())["decode"][0].steps == grids["prefill"][0].steps  # on CPU lanes
 
 

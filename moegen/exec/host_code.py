@@ -54,9 +54,10 @@ def handed_over(g: TaskGraph, times: Iterable[Times]) -> Iterator[Handed]:
     """Each kind of a graph's tasks, from steps of it.
 
     In decode of those that their lane waited for, if there are some: these make a step longer, and
-    the thread, which has often rested before, is slower then. Of waves those that soon began, for
-    where the thread is far ahead it waits for room in the driver's queues, which is no work of its
-    own; a low quantile if there are none, and of copies of weights.
+    the thread, which has often rested before, is slower then. But of experts and of micro-batches
+    all count, for those behind a layer's first find the thread's code in the caches. Of waves
+    those that soon began, for where the thread is far ahead it waits for room in the driver's
+    queues, which is no work of its own; a low quantile if there are none, and of copies of weights.
 
     Parameters
     ----------
@@ -79,6 +80,8 @@ def handed_over(g: TaskGraph, times: Iterable[Times]) -> Iterator[Handed]:
 
 def _handed(task: Task, times: list[Times]) -> Handed:
     of, late = _usual, [t for t in times if t.late]
+    if task.id.expert >= 0 or task.id.microbatch >= 0:
+        late = []  # it is one of several
     if task.id.phase == "prefill":
         late = []
         soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]

@@ -34,8 +34,7 @@ class Spans(NamedTuple):
     crowded : list of float
         Beside zero-copy kernels, which all others wait for.
     beside_copies : list of float
-        Beside copies of weights, of what these slow where they are not there all the time: small
-        transfers in waves of prompts.
+        Beside copies of weights, of what these slow: what the ACT lane carries.
     """
 
     alone: list[float]
@@ -90,7 +89,7 @@ class InStep:
                 alone, _ = self._apart(launched, Lane.ACT)
             else:
                 alone, crowded = self._apart(launched, Lane.KV)
-            if first.lane is Lane.ACT and first.id.phase == "prefill":
+            if first.lane is Lane.ACT:
                 alone, copies = self._apart(alone, Lane.BULK)
         return Spans(_seconds(alone), _seconds(crowded), _seconds(copies))
 

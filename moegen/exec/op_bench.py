@@ -25,8 +25,6 @@ from moegen.graph.task import Lane, Task, TaskGraph
 # The first step compiles kernels, the second finds every slot filled; then come those that count.
 _COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
-# What carries rows up the link: copies of weights slow it, to half of its speed.
-_SLOWED_BY_COPIES = frozenset({"recv_attn"})
 # KV that no cache holds, made up as several sets of rows.
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
@@ -145,9 +143,9 @@ class OpBench:
         themselves, and copies of weights both ways, since in some steps they are slower than in
         others. Tasks of one kind take turns then: they read other weights each time. In decode
         weights are copied nearly all the time, so the kernels of other lanes are timed beside
-        that: each takes some 20 us more. What carries rows up the link is timed both ways, for it
-        takes twice as long then. On CPU lanes the CPU has been idle before each run, for its
-        threads sleep between layers.
+        that: each takes some 20 us more. What the ACT lane carries is timed both ways, for it takes
+        two or three times as long then. On CPU lanes the CPU has been idle before each run, for
+        its threads sleep between layers.
 
         Parameters
         ----------
@@ -162,13 +160,12 @@ class OpBench:
 
     def _time(self, tasks: Sequence[Task], span_s: float) -> Timed:
         first = tasks[0]
-        beside_copies: list[float] = []
-        if first.id.op in _SLOWED_BY_COPIES and self._on_gpu and (copies := self._weights):
-            ways, crowded = [self._by_itself(tasks, span_s, [])], []
-            beside_copies = self._by_itself(tasks, span_s, copies)
+        alone, crowded, beside_copies = self._in_step.spans(tasks)
+        if first.lane is Lane.ACT and self._on_gpu and (copies := self._weights):
+            ways = [alone or self._by_itself(tasks, span_s, [])]
+            beside_copies = beside_copies or self._by_itself(tasks, span_s, copies)
         else:
-            alone, crowded, beside_copies = self._in_step.spans(tasks)
-            ways = [alone] if alone else []
+            ways, beside_copies = [alone] if alone else [], []
             if not alone or first.lane is Lane.BULK:
                 ways.append(self._by_itself(tasks, span_s, self._usual_company(first)))
         return timed(

@@ -21,20 +21,22 @@ _LEAST_LAYERS = 3
 # On CPU lanes all of them are computed by a few cores, and no cache holds their experts either.
 MOST_CPU_BYTES = 1 << 30
 # What an op's time depends on: tokens of matrix products, rows and context of attention.
-_DECODE_ROWS = (1, 16, 64, 256, 1024, 2048, 4096)
+_DECODE_ROWS = (1, 16, 64, 128, 256, 1024, 2048, 4096)
 _SINGLE_ROWS = (1, 64, 1024)
 # Tokens behind each row: with a GPU enough of all rows that the CPU's attention drives the
 # launching thread's code out of the caches, as in a run, and that its store is soon made up.
-_LEAST_CONTEXT, _MOST_CONTEXT, _ATTENDED_TOKENS = 16, 512, 1 << 18
+_LEAST_CONTEXT, _MOST_CONTEXT, _ATTENDED_TOKENS = 16, 4096, 1 << 18
 # Of attention: rows on the CPU, context, and micro-batches of as many rows on the GPU (the first
 # of a layer takes longer to hand over); what is far apart first, so that little time gives a wide
 # grid. A GPU splits rows of more than a block of tokens, which takes another kernel and adds up
 # the parts: so there is one context just beyond.
 _ATTENTION = (
-    (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3),
+    (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3), (512, 1536, 0),
     (512, 512, 0), (2048, 64, 0), (8, 512, 3), (128, 512, 3), (8, 192, 3), (128, 192, 3),
     (32, 64, 3), (32, 192, 3), (32, 512, 3), (32, 1536, 3), (512, 64, 0), (1, 64, 3), (1, 1536, 3),
 )  # fmt: skip
+# What is more KV, of a layer, takes longer to make up than to read.
+_MOST_KV_BYTES = 1 << 30
 # Tokens of a product that tell what launching a further one takes.
 _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # Tokens of a wave, of a product, and of each prompt: first what keeps a GPU busy all the time, for
@@ -55,8 +57,8 @@ _ATTENDED = (
 PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")
 # Grids whose steps have more or less to do than those of a run between the ops that they time.
 _PARTS_OF_A_STEP = frozenset({"attention", "prompts"})
-# Steps of a point; fewer where only what single ops take is told, and more where it is what the
-# issuing thread takes, which rises by a tenth over the first few.
+# Steps of a point; fewer where what a copy-bound wave's attention takes is all that is told, and
+# more where it is what the issuing thread takes, which rises by a tenth over the first few.
 _STEPS, _FEW_STEPS, _MANY_STEPS = 4, 3, 6
 
 DECODE_OPS = (
@@ -226,7 +228,8 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
     group = expert_group(model)
     for rows in _DECODE_ROWS:
         s = strategy(model, rows, rows, 0.5 if rows > 1 else 0.0, group)
-        context = min(_ATTENDED_TOKENS // rows, _MOST_CONTEXT) if on_gpu else _LEAST_CONTEXT
+        most = min(_MOST_CONTEXT, model.max_context)
+        context = min(_ATTENDED_TOKENS // rows, most) if on_gpu else _LEAST_CONTEXT
         g = build(model, s, kv_len=context)
         yield Point(g, DECODE_OPS, "decode", _MANY_STEPS if on_gpu else _STEPS)
     if group > 1:  # one by one too
@@ -238,10 +241,13 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
         s = strategy(model, 1024, 1024, 0.5, group, _SMALL_PRODUCT)
         g = build(model, s, kv_len=_LEAST_CONTEXT)
         yield Point(g, ("route", "expert"), "decode, small products")
+    widest = max(layer.kv_bytes_per_token for layer in model.layers)
     for rows, context, parts in _ATTENTION:
+        if rows * context * widest > _MOST_KV_BYTES:
+            continue
         s = strategy(model, (parts + 1) * rows, rows, 1 / (parts + 1), group)
         g = build(model, s, kv_len=context - 1)
-        yield Point(g, ATTENTION_OPS, "attention", _FEW_STEPS)
+        yield Point(g, ATTENTION_OPS, "attention")
 
 
 def _of_prefill(model: ModelSpec) -> Iterator[Point]:

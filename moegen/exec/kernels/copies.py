@@ -14,6 +14,7 @@ def copy_rows(p: Program, task: Task, index: int, step: Step) -> None:
     n = step.table.numel()
     p.buffers.host_rows[:n].copy_(step.table)
     p.transfer.up(p.buffers.rows[p.slot("rows", task, index), :n], p.buffers.host_rows[:n])
+    p.columns(step, index)  # here, and not in whichever op comes first
 
 
 def copy_dense(p: Program, task: Task, index: int, step: Step) -> None:
