@@ -281,13 +281,19 @@ def test_a_task_takes_the_curve_of_its_own_width():
         assert asked(projected(4, width), cost) == (
             pytest.approx(seconds * ratio), "extrapolated",
         )  # fmt: skip
-    # Tokens count as well as width: 4 times beyond the one, twice beyond the other.
+    # However far beyond its tokens, its own width says more than another's.
     far = Curve(
         ("post_attn",), {"tokens": (32, 64), "flops_per_token": (20,)}, ((7,), (9,)), "made up"
     )
-    assert asked(projected(32, 10), Measured(table(narrow(), far)))[0] == pytest.approx(
-        7 * roofline(projected(32, 10)) / roofline(projected(32, 20))
+    for curves in ((narrow(), far), (far, narrow())):
+        assert asked(projected(32, 10), Measured(table(*curves)))[0] == pytest.approx(
+            2 * roofline(projected(32, 10)) / roofline(projected(8, 10))
+        )
+    # Of curves of one width the nearest in tokens.
+    more = Curve(
+        ("post_attn",), {"tokens": (32, 64), "flops_per_token": (10,)}, ((7,), (9,)), "made up"
     )
+    assert asked(projected(32, 10), Measured(table(narrow(), more))) == (7, "measured")
 
 
 OF_ROWS = {
@@ -326,6 +332,27 @@ def test_as_many_bytes_in_longer_rows_are_another_models(op):
             assert asked(of_rows(op, 1600, width), cost) == (
                 pytest.approx(seconds * ratio), "extrapolated",
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_a_model_keeps_its_own_curve_however_much_there_is_to_do(op):
+    """Both were measured with as many tokens: of bytes the wider one's reach 16 times as far."""
+    what = OF_ROWS[op][1]
+
+    def of_width(width, seconds):
+        axes = {what: (10 * width, 20 * width), f"{what}_per_token": (width,)}
+        return Curve((op,), axes, ((seconds,), (2 * seconds,)), "made up")
+
+    own, other = of_width(4, 100), of_width(64, 30)
+    alone = Measured(table(own))
+    for curves in ((own, other), (other, own)):
+        cost = Measured(table(*curves))
+        before = 0.0
+        for tokens in (10, 20, 50, 300, 319, 320, 321, 1000, 5000):
+            seconds, provenance = asked(of_rows(op, tokens * 4, 4), cost)
+            assert (seconds, provenance) == asked(of_rows(op, tokens * 4, 4), alone)
+            assert seconds > before
+            before = seconds
 
 
 def test_of_curves_as_near_the_first_is_taken():

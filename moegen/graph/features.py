@@ -43,11 +43,14 @@ class Feature:
         Fields of the work that are proportional to it when the other features stay.
     shrinks : tuple of str
         Fields of which there is as much less then: so many bytes are fewer tokens if each has more.
+    of_model : bool
+        Whether it follows from a model's widths, and not from how much there is to do.
     """
 
     of: Callable[[Work], float]
     grows: tuple[str, ...] = ()
     shrinks: tuple[str, ...] = ()
+    of_model: bool = False
 
     def scaled(self, work: Work, factor: float) -> Work:
         """``work`` with this feature ``factor`` times as large and the others as they are."""
@@ -58,10 +61,10 @@ class Feature:
 
 FEATURES = {
     "tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops")),
-    "flops_per_token": Feature(lambda w: w.flops / w.tokens, ("flops", "gpu_bytes")),
+    "flops_per_token": Feature(lambda w: w.flops / w.tokens, ("flops", "gpu_bytes"), of_model=True),
     "prompt_tokens": Feature(lambda w: w.tokens / w.launches, ("tokens", "flops", "gpu_bytes")),
     "attended_flops": Feature(lambda w: w.flops / w.tokens, ("flops",)),
-    "io_per_token": Feature(lambda w: w.gpu_bytes / w.tokens, ("gpu_bytes",)),
+    "io_per_token": Feature(lambda w: w.gpu_bytes / w.tokens, ("gpu_bytes",), of_model=True),
     "launches": Feature(lambda w: w.launches, ("launches", "tokens", "flops", "gpu_bytes")),
     "rows": Feature(
         lambda w: w.rows / w.launches, ("rows", "tokens", "flops", "gpu_bytes", "host_bytes")
@@ -69,12 +72,18 @@ FEATURES = {
     "bytes_per_row": Feature(
         lambda w: (w.gpu_bytes + w.host_bytes) / w.rows, ("flops", "gpu_bytes", "host_bytes")
     ),
-    "flops_per_byte": Feature(lambda w: w.flops / (w.gpu_bytes + w.host_bytes), ("flops",)),
+    "flops_per_byte": Feature(
+        lambda w: w.flops / (w.gpu_bytes + w.host_bytes), ("flops",), of_model=True
+    ),
     "gpu_bytes": Feature(lambda w: w.gpu_bytes / w.launches, ("gpu_bytes", "tokens")),
-    "gpu_bytes_per_token": Feature(lambda w: w.gpu_bytes / w.tokens, shrinks=("tokens",)),
+    "gpu_bytes_per_token": Feature(
+        lambda w: w.gpu_bytes / w.tokens, shrinks=("tokens",), of_model=True
+    ),
     "h2d_bytes": Feature(lambda w: w.h2d_bytes / w.launches, ("h2d_bytes",)),
     "d2h_bytes": Feature(lambda w: w.d2h_bytes / w.launches, ("d2h_bytes", "tokens")),
-    "d2h_bytes_per_token": Feature(lambda w: w.d2h_bytes / w.tokens, shrinks=("tokens",)),
+    "d2h_bytes_per_token": Feature(
+        lambda w: w.d2h_bytes / w.tokens, shrinks=("tokens",), of_model=True
+    ),
 }
 
 _PRODUCT = ("tokens", "flops_per_token")

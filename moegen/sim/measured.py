@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # A width worked out from a task's work may miss the one that was measured by so much.
 _ROUNDING = 1e-9
+_WITHIN = (0.0, 0.0)
 
 
 class Measured(Roofline):
@@ -38,8 +39,10 @@ class Measured(Roofline):
 
     Of several curves of an op those of the task's phase are asked, those of both phases only
     where there is none, and of these the one nearest to the task: the least sum, over its
-    features, of the logarithm of how many times they are beyond its axis. The first in the table
-    of those that are as near.
+    features, of the logarithm of how many times they are beyond its axis. Features that follow
+    from a model's widths go before the others, for however much there is to do, what was measured
+    of the same model says more than what was of another. The first in the table of those that are
+    as near.
 
     Attention was measured on rows of one length: each further run of lengths costs what the
     machine's ``cpu_call_s`` or ``gpu_call_s`` says, where it is known.
@@ -180,16 +183,19 @@ class _Line:
         self._once_s = curve.once_s or 0.0
         self._beside = {"h2d": curve.beside_copies, "zero_copy": curve.crowded}
 
-    def distance(self, work: Work) -> float:
-        """How far ``work`` is beyond the grid: 0 within it."""
-        far = 0.0
+    def distance(self, work: Work) -> tuple[float, float]:
+        """How far ``work`` is beyond the grid, by its model's features and by the others: 0 within
+        it."""
+        of_model = others = 0.0
         for feature, values in self._features:
             value = feature.of(work)
-            if value < values[0]:
-                far += math.log(values[0] / value)
-            elif value > values[-1]:
-                far += math.log(value / values[-1])
-        return far
+            far = max(values[0] / value, value / values[-1])
+            if far > 1 + _ROUNDING:
+                if feature.of_model:
+                    of_model += math.log(far)
+                else:
+                    others += math.log(far)
+        return of_model, others
 
     def at(self, work: Work) -> _Reading:
         """All that there is at ``work``, or where the grid ends before it."""
@@ -246,12 +252,12 @@ def _of_phase(pairs: Sequence[tuple[_Line, Curve]], phase: str) -> tuple[_Line, 
 
 def _nearest(lines: Sequence[_Line], work: Work) -> _Line:
     """The first of the lines that are least far from ``work``."""
-    best, least = lines[0], math.inf
+    best, least = lines[0], (math.inf, math.inf)
     for line in lines if len(lines) > 1 else ():
         far = line.distance(work)
         if far < least:
             best, least = line, far
-            if not far:
+            if far == _WITHIN:
                 break
     return best
 
