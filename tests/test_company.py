@@ -161,7 +161,11 @@ def test_what_tasks_draw_where_company_was_measured():
     assert COST.estimate(moved(90)).demands == {"h2d": 90}
     assert COST.estimate(moved(90, "KV", "fetch_kv")).demands == {"h2d": 90, "zero_copy": 90}
     down = task("send_qkv", "ACT", Work(d2h_bytes=70))
-    assert COST.estimate(down).demands == {"d2h": 70, "zero_copy": 70}
+    assert COST.estimate(down).demands == {"d2h": 70}  # by the copy engine
+    new = task("append_kv", "KV", Work(d2h_bytes=70))
+    assert COST.estimate(new).demands == {"d2h": 70, "zero_copy": 70}
+    back = task("recv_attn", "ACT", Work(h2d_bytes=70))
+    assert COST.estimate(back).demands == {"h2d": 70, "zero_copy": 70}
     attends = COST.estimate(attended(973))
     assert attends.demands == {"host_memory": 973, "cpu": attends.seconds}
     # Durations alone are those of the rates all the same.

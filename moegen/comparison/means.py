@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from moegen.comparison.pairs import Pairs
-from moegen.graph.task import Lane, Work
+from moegen.graph.task import Lane, Work, kernel_bytes
 from moegen.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -18,23 +18,19 @@ if TYPE_CHECKING:
 
 
 class _Resource(NamedTuple):
-    """A part of the machine: what it does, in which unit, and for the tasks of which lanes."""
+    """A part of the machine: in which unit it works, and what it does for a task of a lane."""
 
     unit: str
-    of: Callable[[Work], float]
-    lanes: tuple[Lane, ...]
+    of: Callable[[Lane, Work], float]
 
 
-_COPIES = (Lane.BULK, Lane.KV, Lane.ACT)
 _RESOURCES = {
-    "gpu": _Resource("FLOP", lambda w: w.flops, (Lane.GPU,)),
-    "h2d": _Resource("B", lambda w: w.h2d_bytes, _COPIES),
-    "d2h": _Resource("B", lambda w: w.d2h_bytes, _COPIES),
-    "zero_copy": _Resource("B", lambda w: w.h2d_bytes + w.d2h_bytes, (Lane.KV, Lane.ACT)),
-    "host_memory": _Resource(
-        "B", lambda w: w.host_bytes + w.h2d_bytes + w.d2h_bytes, (*_COPIES, Lane.CPU)
-    ),
-    "cpu": _Resource("B", lambda w: w.host_bytes, (Lane.CPU,)),
+    "gpu": _Resource("FLOP", lambda lane, w: w.flops if lane is Lane.GPU else 0.0),
+    "h2d": _Resource("B", lambda _, w: w.h2d_bytes),
+    "d2h": _Resource("B", lambda _, w: w.d2h_bytes),
+    "zero_copy": _Resource("B", kernel_bytes),
+    "host_memory": _Resource("B", lambda _, w: w.host_bytes + w.h2d_bytes + w.d2h_bytes),
+    "cpu": _Resource("B", lambda lane, w: w.host_bytes if lane is Lane.CPU else 0.0),
 }
 
 
@@ -72,12 +68,12 @@ class Mean:
 
         NaN and 0 where there is none.
         """
-        _, amount, lanes = _RESOURCES[name]
+        amount_of = _RESOURCES[name].of
         timeline, users, total = self.timeline, [], 0.0
         for i in self._members:
             work = timeline.work_done[i]
-            if timeline.tasks[i].lane in lanes and work is not None and amount(work):
-                total += amount(work)
+            if work is not None and (amount := amount_of(timeline.tasks[i].lane, work)):
+                total += amount
                 users.append(i)
         users.sort(key=lambda i: (timeline.start_s[i], timeline.end_s[i]))
         n = len(self.steps)

@@ -71,7 +71,7 @@ class InStep:
         other copies if they had been launched before their turn came: of others a part of the
         time is the thread's that launches them. What the CPU takes counts always, with the copies
         beside it. Fetched KV does not count, as it shares the link all the time, nor new KV that
-        shares it with queries, nor experts of whom some had no tokens.
+        shares it with what the ACT lane carries, nor experts of whom some had no tokens.
         """
         first = tasks[0]
         ran = [t for task in tasks for t in self._ran[task.id]]

@@ -143,9 +143,9 @@ class OpBench:
         themselves, and copies of weights both ways, since in some steps they are slower than in
         others. Tasks of one kind take turns then: they read other weights each time. In decode
         weights are copied nearly all the time, so the kernels of other lanes are timed beside
-        that: each takes some 20 us more. What the ACT lane carries is timed both ways, for it takes
-        two or three times as long then. On CPU lanes the CPU has been idle before each run, for
-        its threads sleep between layers.
+        that: each takes some 20 us more. What the ACT lane carries is timed both ways, for some of
+        it takes far longer then. On CPU lanes the CPU has been idle before each run, for its
+        threads sleep between layers.
 
         Parameters
         ----------

@@ -13,30 +13,31 @@ from moegen.graph.sound_waves import PART_TOKENS, expert_group
 from moegen.graph.strategy import Strategy
 from moegen.graph.task import TaskGraph
 
-# Layers of which no cache holds the dense weights; more would only take longer to make up.
-_DENSE_BYTES, MOST_BYTES = 128 << 20, 8 << 30
-# And so many at least: in a step's first layer the issuing thread finds more of its code in the
-# caches than in others, and kernels that end the last one end sooner.
-_LEAST_LAYERS = 3
+# Layers whose dense weights no cache holds, and, as far as all of their weights are no more than so
+# many bytes, three: in a step's first layer the issuing thread finds more of its code in the caches
+# than in others, and kernels that end the last one end sooner.
+_DENSE_BYTES, _LAYERS, MOST_BYTES = 128 << 20, 3, 10 << 30
 # On CPU lanes all of them are computed by a few cores, and no cache holds their experts either.
 MOST_CPU_BYTES = 1 << 30
-# What an op's time depends on: tokens of matrix products, rows and context of attention.
-_DECODE_ROWS = (1, 16, 64, 128, 256, 1024, 2048, 4096)
+# What an op's time depends on: tokens of matrix products, rows and context of attention; what is
+# far apart first, so that little time gives a wide grid.
+_DECODE_ROWS = (64, 1024, 1, 4096, 256, 16, 2048, 128)
 _SINGLE_ROWS = (1, 64, 1024)
-# Tokens behind each row: with a GPU enough of all rows that the CPU's attention drives the
-# launching thread's code out of the caches, as in a run, and that its store is soon made up.
-_LEAST_CONTEXT, _MOST_CONTEXT, _ATTENDED_TOKENS = 16, 4096, 1 << 18
+# Tokens behind each row, and with a GPU of all rows: so many that the CPU's attention drives the
+# launching thread's code out of the caches, as in a run, and that their store is soon made up.
+_LEAST_CONTEXT, _MOST_CONTEXT = 16, 4096
+_ATTENDED_TOKENS, _KV_BYTES = 1 << 18, 3 << 30
 # Of attention: rows on the CPU, context, and micro-batches of as many rows on the GPU (the first
-# of a layer takes longer to hand over); what is far apart first, so that little time gives a wide
-# grid. A GPU splits rows of more than a block of tokens, which takes another kernel and adds up
-# the parts: so there is one context just beyond.
+# of a layer takes longer to hand over); again what is far apart first. A GPU splits rows of more
+# than a block of tokens, which takes another kernel and adds up the parts: so there is one context
+# just beyond.
 _ATTENTION = (
     (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3), (512, 1536, 0),
     (512, 512, 0), (2048, 64, 0), (8, 512, 3), (128, 512, 3), (8, 192, 3), (128, 192, 3),
     (32, 64, 3), (32, 192, 3), (32, 512, 3), (32, 1536, 3), (512, 64, 0), (1, 64, 3), (1, 1536, 3),
 )  # fmt: skip
-# What is more KV, of a layer, takes longer to make up than to read.
-_MOST_KV_BYTES = 1 << 30
+# Of models with wide KV these take long to make up.
+_MANY_LONG_ROWS = (512, 1536, 0)
 # Tokens of a product that tell what launching a further one takes.
 _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # Tokens of a wave, of a product, and of each prompt: first what keeps a GPU busy all the time, for
@@ -51,15 +52,14 @@ _WAVES = (
 _ATTENDED = (
     (128, 16384), (2048, 16384), (16, 16384), (512, 16384), (64, 16384), (256, 16384),
     (128, 2048), (512, 2048), (16, 2048), (64, 2048), (256, 2048),
-    (8192, 16384), (128, 512), (512, 512), (16, 512), (64, 512), (256, 512),
+    (8192, 16384), (128, 512), (512, 512),
 )  # fmt: skip
 
 PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")
-# Grids whose steps have more or less to do than those of a run between the ops that they time.
-_PARTS_OF_A_STEP = frozenset({"attention", "prompts"})
-# Steps of a point; fewer where what a copy-bound wave's attention takes is all that is told, and
-# more where it is what the issuing thread takes, which rises by a tenth over the first few.
-_STEPS, _FEW_STEPS, _MANY_STEPS = 4, 3, 6
+# Grids whose steps are as those of a run: they tell what the issuing thread takes for all ops.
+_WHOLE_STEPS = frozenset({"decode", "prefill"})
+# Steps of a point; in decode more, for what the thread takes rises over the first few.
+_STEPS, _DECODE_STEPS = 4, 6
 
 DECODE_OPS = (
     "copy_rows", "embed", *PRODUCTS, "send_qkv", "recv_attn", "append_kv", "copy_counts",
@@ -85,8 +85,8 @@ class Point(NamedTuple):
     @property
     def tells(self) -> frozenset[str]:
         """Ops of which it tells what handing them over takes."""
-        all_ops = {t.id.op for t in self.graph}
-        return frozenset(all_ops if self.grid not in _PARTS_OF_A_STEP else self.ops)
+        whole = self.grid in _WHOLE_STEPS
+        return frozenset(t.id.op for t in self.graph if whole or t.id.op in self.ops)
 
     @property
     def size(self) -> int:
@@ -164,8 +164,8 @@ class Agenda:
 
 
 def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec:
-    """The first layers of a model: one of each class, and enough that they are like those of a deep
-    one, and that caches do not hold them.
+    """The first layers of a model: one of each class, and as many as three, or as caches do not
+    hold, if their weights are not too large.
 
     Parameters
     ----------
@@ -179,8 +179,8 @@ def profiled_layers(model: ModelSpec, most_bytes: int = MOST_BYTES) -> ModelSpec
     )
     dense = [layer.dense_bytes for layer in model.layers]
     whole = [layer.weight_bytes for layer in model.layers]
-    while n < model.n_layers and sum(whole[:n]) < most_bytes:
-        if n >= _LEAST_LAYERS and sum(dense[:n]) >= _DENSE_BYTES:
+    while n < model.n_layers and sum(whole[: n + 1]) <= most_bytes:
+        if n >= _LAYERS and sum(dense[:n]) >= _DENSE_BYTES:
             break
         n += 1
     return model.with_(n_layers=n)
@@ -228,10 +228,11 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
     group = expert_group(model)
     for rows in _DECODE_ROWS:
         s = strategy(model, rows, rows, 0.5 if rows > 1 else 0.0, group)
-        most = min(_MOST_CONTEXT, model.max_context)
-        context = min(_ATTENDED_TOKENS // rows, most) if on_gpu else _LEAST_CONTEXT
+        most = min(_MOST_CONTEXT, model.max_context - 1)
+        held = min(_ATTENDED_TOKENS, _KV_BYTES // model.kv_bytes_per_token) // rows
+        context = max(1, min(held, most)) if on_gpu else _LEAST_CONTEXT
         g = build(model, s, kv_len=context)
-        yield Point(g, DECODE_OPS, "decode", _MANY_STEPS if on_gpu else _STEPS)
+        yield Point(g, DECODE_OPS, "decode", _DECODE_STEPS if on_gpu else _STEPS)
     if group > 1:  # one by one too
         for rows in _SINGLE_ROWS:
             s = strategy(model, rows, rows, 0.5, 1)
@@ -241,9 +242,9 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
         s = strategy(model, 1024, 1024, 0.5, group, _SMALL_PRODUCT)
         g = build(model, s, kv_len=_LEAST_CONTEXT)
         yield Point(g, ("route", "expert"), "decode, small products")
-    widest = max(layer.kv_bytes_per_token for layer in model.layers)
     for rows, context, parts in _ATTENTION:
-        if rows * context * widest > _MOST_KV_BYTES:
+        wide = rows * context * model.kv_bytes_per_token > _KV_BYTES
+        if wide and (rows, context, parts) == _MANY_LONG_ROWS:
             continue
         s = strategy(model, (parts + 1) * rows, rows, 1 / (parts + 1), group)
         g = build(model, s, kv_len=context - 1)
@@ -261,4 +262,4 @@ def _of_prefill(model: ModelSpec) -> Iterator[Point]:
         if prompt <= model.max_context:
             s = strategy(model, tokens // prompt, tokens // prompt, 0.0, group)
             g = build(model, s, "prefill", prompt_len=prompt)
-            yield Point(g, ("attn_prefill",), "prompts", _FEW_STEPS)
+            yield Point(g, ("attn_prefill",), "prompts")

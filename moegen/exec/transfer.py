@@ -2,9 +2,9 @@
 
 Weights go up through the copy engine, which is one queue a direction for all streams, so what
 else goes up is brought by kernels that read pinned memory themselves. The queue down has nothing
-as large, and takes all that is contiguous: while a kernel writes to host memory, no other kernel
-of the GPU ends, and copies of weights are 2% slower. New KV, which goes to a place of its own for
-each row, is written by a kernel all the same.
+as large, and takes all that is contiguous: kernels that end while another writes to host memory
+wait for it. New KV, which goes to a place of its own for each row, is written by a kernel all the
+same.
 """
 
 from __future__ import annotations

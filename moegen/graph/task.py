@@ -136,6 +136,14 @@ class Work:
         return self.launches == 0
 
 
+def kernel_bytes(lane: Lane, work: Work) -> float:
+    """Bytes that kernels carry over the link themselves: history up and new rows down, and what
+    lane ACT brings up. All else goes through the copy engine."""
+    if lane is Lane.KV:
+        return work.h2d_bytes + work.d2h_bytes
+    return work.h2d_bytes if lane is Lane.ACT else 0.0
+
+
 NO_WORK = Work(launches=0)
 
 

@@ -15,7 +15,7 @@ from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.layer import Phase
 from moegen.graph.profile_table import ProfileTable, profiles, require_profile
-from moegen.graph.task import Lane, Task, TaskId, Work
+from moegen.graph.task import Lane, Task, TaskId, Work, kernel_bytes
 from moegen.sim.capacities import InCompany
 from moegen.sim.cost import Cost, CostModel, Provenance
 from moegen.sim.roofline import Alone, Roofline, bound_work
@@ -49,7 +49,7 @@ class Measured(Roofline):
 
     Where the table says what resources give in company (`moegen.graph.company`), sharing rests on
     that (`moegen.sim.capacities.InCompany`) and not on the machine's ``host_bytes_per_s`` and
-    ``duplex_bytes_per_s``: zero-copy kernels (lanes KV and ACT) then also draw on what such
+    ``duplex_bytes_per_s``: zero-copy kernels (lane KV, and ACT up) then also draw on what such
     kernels get of the link, and host memory is what CPU attention gets of it, which copies
     disturb rather than draw on. What lane ACT moves draws on nothing where it was measured: it is
     too small to slow copies of weights. How much these slow it is in its curve
@@ -120,7 +120,7 @@ class Measured(Roofline):
         elif lane is Lane.CPU:
             if work.host_bytes:
                 demands["host_memory"] = work.host_bytes
-        elif (lane is Lane.KV or lane is Lane.ACT) and (moved := work.h2d_bytes + work.d2h_bytes):
+        elif moved := kernel_bytes(lane, work):
             demands["zero_copy"] = moved
 
     def _alone(self, task: TaskId, lane: Lane, work: Work) -> Alone:

@@ -11,7 +11,7 @@ import numpy as np
 
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.hardware import HardwareSpec
-from moegen.graph.task import Lane, Task, TaskId, Work
+from moegen.graph.task import Lane, Task, TaskId, Work, kernel_bytes
 from moegen.sim.capacities import NOTHING, Capacities, Duplex, InUse
 from moegen.sim.cost import Cost, CostModel, Provenance
 
@@ -139,10 +139,9 @@ class Roofline(CostModel):
         """Seconds over the link, which reads or writes host memory too, and is no faster."""
         link = self._both if work.h2d_bytes and work.d2h_bytes else self._full
         up, down = link["h2d"], link["d2h"]
-        if lane is Lane.KV or lane is Lane.ACT:
+        if kernel_bytes(lane, work):
             most = self.hw.zero_copy_bytes_per_s
-            # What is contiguous goes down through the copy engine.
-            up, down = min(up, most), min(down, most) if lane is Lane.KV else down
+            up, down = min(up, most), min(down, most)
         host_bytes = work.host_bytes + work.h2d_bytes + work.d2h_bytes
         return max(work.h2d_bytes / up, work.d2h_bytes / down, host_bytes / link["host_memory"])
 
