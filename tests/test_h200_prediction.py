@@ -211,6 +211,91 @@ def test_predictions_of_other_runs_are_refused(scripts, tmp_path):
         scripts.predict.predict(kept)
 
 
+def test_nothing_is_predicted_of_nothing(scripts, tmp_path):
+    """An empty predicted.json took the place of a good one."""
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    (folder / "measured.json").unlink()
+    before = (folder / "predicted.json").read_bytes()
+    with pytest.raises(mg.InvalidInput, match=r"results has no measured.json: run measure.py .*k"):
+        scripts.predict.main([str(folder)])
+    assert (folder / "predicted.json").read_bytes() == before
+    (folder / "measured.json").write_text('{"points": [], "failed": []}')
+    with pytest.raises(mg.InvalidInput, match="no measured run"):
+        scripts.predict.main([str(folder)])
+    with pytest.raises(mg.InvalidInput, match="nowhere is no folder: run measure.py"):
+        scripts.predict.main([str(tmp_path / "nowhere")])
+    assert not (tmp_path / "nowhere").exists()
+    assert (folder / "predicted.json").read_bytes() == before
+
+
+def test_results_that_are_cut_short_are_named(scripts, tmp_path):
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+
+    def cut(name):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+        return whole
+
+    for name, remedy in (
+        ("measured.json", "run measure.py OUT and kept.py OUT"),
+        ("predicted.json", "run predict.py"),
+        ("slopes.json", "run measure.py OUT and kept.py OUT"),
+    ):
+        whole = cut(name)
+        with pytest.raises(mg.InvalidInput, match=rf"{name} is not JSON: .*: {remedy}"):
+            scripts.report.report(folder)
+        (folder / name).write_text("[]")
+        with pytest.raises(mg.InvalidInput, match=rf"{name} is damaged: .*: {remedy}"):
+            scripts.report.report(folder)
+        (folder / name).write_bytes(whole)
+    (folder / "measured.json").write_text("{}")
+    with pytest.raises(mg.InvalidInput, match=r"measured.json is damaged: it has no list points"):
+        scripts.kept.Kept(folder)
+    (folder / "measured.json").write_bytes((scripts.kept.RESULTS / "measured.json").read_bytes())
+    kept = scripts.kept.Kept(folder)
+    run = kept.measured["points"][0]
+    whole = cut("timelines.zip")
+    with pytest.raises(mg.InvalidInput, match=r"timelines.zip cannot be read: .*: run measure.py"):
+        kept.data(run)
+    # The list of its files is there, and what is in them is not.
+    (folder / "timelines.zip").write_bytes(whole[:2000] + bytes(50_000) + whole[52_000:])
+    with pytest.raises(mg.InvalidInput, match=r"timelines.zip cannot be read: .*: run measure.py"):
+        for run in kept.measured["points"]:
+            kept.data(run)
+    # Predictions that are damaged are made again.
+    cut("predicted.json")
+    assert scripts.kept.Kept(folder).there
+
+
+def test_a_measured_timeline_that_is_cut_short_is_named(scripts, tmp_path):
+    import gzip
+
+    raw, folder = tmp_path / "raw", tmp_path / "results"
+    raw.mkdir()
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run = {"name": "decode-1-0", "timeline": "decode-1-0.json.gz"}
+    (raw / "measured.json").write_text(json.dumps({"points": [run], "failed": []}))
+    for data in (gzip.compress(b"{}" * 999)[:-9], b"{}", gzip.compress(b"{")):
+        (raw / run["timeline"]).write_bytes(data)
+        with pytest.raises(mg.InvalidInput, match=r"decode-1-0.json.gz cannot be read: .*: run me"):
+            scripts.kept.keep(raw, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("script", ["predict.py", "kept.py"])
+def test_what_a_script_refuses_is_one_line(script, tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parents[2]), *sys.path])}
+    command = [sys.executable, FOLDER / script, tmp_path / "nowhere", tmp_path / "to"]
+    done = subprocess.run(command[: 4 - (script == "predict.py")], env=env, capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"{script}: ") and "nowhere" in line and "measure.py" in line
+
+
 # The figures, against numbers worked out by hand.
 
 

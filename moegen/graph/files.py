@@ -73,7 +73,24 @@ def write_text(path: str | Path, text: str, what: str) -> None:
         If the machine cannot write it, as where the disk is full.
     """
     try:
-        _write(Path(path), text)
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InvalidInput(f"cannot write {what} to {path}: {e}") from e
+    write_bytes(path, data, what)
+
+
+def write_bytes(path: str | Path, data: bytes, what: str) -> None:
+    """Write ``data`` to ``path``, which holds all of it afterwards or is as it was.
+
+    Raises
+    ------
+    InvalidInput
+        If no file may be at ``path``.
+    MachineError
+        If the machine cannot write it, as where the disk is full.
+    """
+    try:
+        _write(Path(path), data)
     except OSError as e:
         fault = InvalidInput if e.errno in _OF_THE_PATH else MachineError
         raise fault(f"cannot write {what} to {path}: {e.strerror or e}") from e
@@ -81,14 +98,14 @@ def write_text(path: str | Path, text: str, what: str) -> None:
         raise InvalidInput(f"cannot write {what} to {path!r}: {e}") from e
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():  # a pipe or a device cannot be renamed over
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     path = path.resolve()  # where a link leads, so that the link stays
     part = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
