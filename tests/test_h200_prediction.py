@@ -597,3 +597,60 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
     text = scripts.report.report(less)
     assert "They have not been measured." in text
     assert "| 3. slopes agree in sign for all classes | not measured | **no** |" in text
+
+
+# The stages of a measurement, each a process that may break off.
+
+
+@pytest.fixture
+def staged(scripts, tmp_path, monkeypatch):
+    """Runs `measure.py` with made-up stages: of each what it writes, and the code it ends with."""
+    pytest.importorskip("torch")
+    import measure
+
+    def run(*ends):
+        left, began = list(ends), []
+
+        def child(command, **_):
+            began.append(command[command.index("--stage") + 1])
+            now, code = left.pop(0)
+            if isinstance(code, Exception):
+                raise code
+            if now is not None:
+                (tmp_path / "now.json").write_text(json.dumps({"model": "m", "point": now}))
+            return SimpleNamespace(returncode=code)
+
+        monkeypatch.setattr(measure.subprocess, "run", child)
+        measure.main([str(tmp_path), "--models", "m"])
+        assert not left
+        return began
+
+    run.out = tmp_path
+    return run
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("end", [1, subprocess.TimeoutExpired("measure.py", 165)], ids=str)
+def test_without_a_profile_nothing_else_is_begun(staged, end):
+    with pytest.raises(SystemExit, match="profile was not measured in 170 s.*with --profile-s"):
+        staged((None, end))
+    assert not (staged.out / "measured.json").exists()
+
+
+@pytest.mark.cpu
+def test_a_stage_that_ends_before_its_first_point_says_so(staged, capsys):
+    """An older now.json was booked as what had failed."""
+    (staged.out / "now.json").write_text(json.dumps({"model": "m", "point": "old"}))
+    assert staged((None, 0), (None, 1), (None, 0)) == ["profile", "points", "slopes"]
+    assert "points m ended with 1 before it began a point" in capsys.readouterr().out
+    assert not (staged.out / "measured.json").exists()
+
+
+@pytest.mark.cpu
+def test_a_point_that_hung_is_left_out_and_the_stage_begun_again(staged, capsys):
+    began = staged((None, 0), ("decode-1", 1), (None, 0), (None, 1))
+    assert began == ["profile", "points", "points", "slopes"]
+    said = capsys.readouterr().out
+    assert "points m ended with 1 at decode-1" in said and "slopes m ended with 1" in said
+    failed = json.loads((staged.out / "measured.json").read_text())["failed"]
+    assert failed == [{"model": "m", "point": "decode-1"}]
