@@ -132,6 +132,11 @@ def require_apart(written: Mapping[str, Path | None], read: Iterable[str | Path]
         taken |= dict.fromkeys(places, f"{flag} {path} is written")
 
 
+def same_file(a: Path, b: Path) -> bool:
+    """Whether two paths are one file, by links of either kind too."""
+    return not set(_places(a)).isdisjoint(_places(b))
+
+
 def _places(path: Path) -> list[object]:
     """What is the same of two paths to one file, by links of either kind."""
     try:
