@@ -117,7 +117,7 @@ def require_writable(flag: str, path: Path | None) -> None:
     if path is not None:
         with naming(flag):
             jobs.require_writable(path)
-            try_to_write(path, "what is asked for")
+            try_to_write(path, "a file")
 
 
 def require_apart(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
