@@ -313,6 +313,12 @@ def test_time_of_a_step_is_the_median_of_those_that_count(scripts):
     assert scripts.predict.quickest(runs) is runs[0]
 
 
+def test_a_corrected_run_is_doubted_beyond_the_worst_error_of_a_prediction(scripts):
+    from moegen.sim.corrected import FAR
+
+    assert FAR == scripts.judge.WORST
+
+
 def test_errors_are_taken_without_their_sign(scripts):
     e = scripts.judge.Errors.of([0.01, -0.02, 0.05, -0.07])
     assert (e.n, e.worst, e.within_median, e.within_worst) == (4, 0.07, 0.5, 0.75)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+import matplotlib
 import pytest
 
 import moegen as mg
@@ -17,6 +18,7 @@ from moegen.sim.scaled import OpTimes
 from moegen.sim.step_times import StepTimes
 from moegen.timeline import Timeline
 
+matplotlib.use("agg")
 S = mg.Strategy(B=64, b_a=16, b_e=4096, s_expert=0, omega=0.25)
 
 
@@ -118,6 +120,7 @@ def test_a_run_that_no_factor_explains_is_not_to_be_trusted(cost, graph):
     with pytest.warns(UserWarning, match="not to be trusted"):
         df = mg.what_ifs(real, cost, [{"launch_s": "x0.5"}, {"op": {"embed": 2}}])
     assert df["doubt"].tolist() == [doubt] * 2
+    assert mg.plot.what_ifs(df).get_title("left").endswith(": not to be trusted")
 
 
 def test_a_run_that_factors_explain_is(graph):
@@ -128,6 +131,7 @@ def test_a_run_that_factors_explain_is(graph):
         told = mg.what_if(real, model, op={"embed": 2})
         df = mg.what_ifs(real, model, [{"op": {"embed": 2}}])
     assert told.doubt == "" and "trusted" not in str(told) and df["doubt"].tolist() == [""]
+    assert "trusted" not in mg.plot.what_ifs(df).get_title("left")
 
 
 def cost_of(real: Timeline, cost: Measured):

@@ -325,7 +325,7 @@ def _check_format(data: Any) -> None:
     found = data.get("format") if isinstance(data, dict) else None
     if isinstance(found, str) and found != FORMAT and found.startswith(_FAMILY):
         raise InvalidInput(
-            f"this is a profile of another format, {found}; this version of moegen reads {FORMAT}. "
+            f"it is a profile of another format, {found}; this version of moegen reads {FORMAT}. "
             f"Measure the machine anew: moegen profile -o FILE"
         )
     if found != FORMAT:
