@@ -55,6 +55,9 @@ class WhatIf:
     misfit : str
         Which memory that does not fit, and by how much; empty where it fits or there is no
         ledger.
+    doubt : str
+        Which operations the run as simulated does not have as they were measured, where that is
+        so much that the answer is not to be trusted; else empty.
     """
 
     question: str
@@ -66,6 +69,7 @@ class WhatIf:
     predicted: Timeline
     ledger: Ledger | None = None
     misfit: str = ""
+    doubt: str = ""
 
     @property
     def change(self) -> float:
@@ -86,6 +90,8 @@ class WhatIf:
             said += f" (tokens a second {self.gain:+.0%})"
         if abs(off := _off(self.base_s, self.measured_s)) >= _SHOWN:
             said += f"; measured {format_seconds(self.measured_s)}, replayed {before}, {off:+.0%}"
+        if self.doubt:
+            said += f"; not to be trusted: {self.doubt}"
         return f"{said}; {self.misfit}" if self.misfit else said
 
     def __repr__(self) -> str:
@@ -127,6 +133,12 @@ def what_if(measured: Timeline, cost: CostModel, **change: Any) -> WhatIf:
         If a name is unknown, a value out of range, or a rate changed twice (``link`` is all of
         the link's); the timeline was not measured; a knob is changed and its graph is of no model
         or is unrolled; a rate, and the cost model is of no machine; an op, and the run has none.
+
+    Warns
+    -----
+    UserWarning
+        If operations take in the run as simulated not what they took as it was measured, and
+        lanes are off by more than 6% of a step for that: the answer is not to be trusted.
     """
     return _Run(measured, cost).ask(change)
 
@@ -147,8 +159,9 @@ def what_ifs(
     -------
     DataFrame
         One row a question: ``question``, ``gain``, ``change``, ``period_s``, ``tokens_per_s``,
-        ``base_s``, ``measured_s``, ``misfit``, which says what memory it does not fit, and
-        ``error``, which says why a question has no answer; its numbers are NaN then.
+        ``base_s``, ``measured_s``, ``misfit``, which says what memory it does not fit, ``doubt``,
+        which says why answers of this run are not to be trusted, and ``error``, which says why a
+        question has no answer; its numbers are NaN then.
         :func:`moegen.plot.what_ifs` draws it. pandas leaves out columns that a terminal is too
         narrow for: print some, ``df[["question", "gain"]]``, or ``df.to_string()``.
 
@@ -175,7 +188,7 @@ def what_ifs(
     rows = []
     for change in changes:
         row = {"question": ", ".join(f"{k} {v}" for k, v in change.items())}
-        row |= {"misfit": "", "error": ""}
+        row |= {"misfit": "", "doubt": run.cost.doubt, "error": ""}
         row |= {"base_s": run.base_s, "measured_s": measured.period_s}
         try:
             told = run.ask(change)
@@ -189,7 +202,7 @@ def what_ifs(
         rows.append(row)
     # A terminal that is too narrow shows the first and the last.
     columns = ["question", "gain", "change", "period_s", "tokens_per_s", "base_s", "measured_s"]
-    frame = pd.DataFrame(rows, columns=[*columns, "misfit", "error"])
+    frame = pd.DataFrame(rows, columns=[*columns, "misfit", "doubt", "error"])
     return frame.sort_values("gain", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -231,6 +244,7 @@ class _Run:
             predicted=predicted,
             ledger=ledger,
             misfit=misfit,
+            doubt=self.cost.doubt,
         )
 
     def _room(self, g: TaskGraph, shapes: Sequence[Shape]) -> tuple[Ledger | None, str]:

@@ -299,13 +299,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
         run.save(file)
     run.meta.clear()
 
-    def half(self, text, **_):
-        with open(self, "w") as f:
-            f.write(text[:10])
+    def half(self, data):
+        with open(self, "wb") as f:
+            f.write(data[:10])
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as m:
-        m.setattr(Path, "write_text", half)
+        m.setattr(Path, "write_bytes", half)
         with pytest.raises(MachineError, match="No space left on device"):
             run.save(file)
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]

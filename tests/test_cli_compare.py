@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from pathlib import Path
 
 import matplotlib
 import pytest
@@ -11,6 +12,7 @@ from small_models import mixtral
 
 import moegen as mg
 from moegen.cli import main
+from moegen.graph import files as files_of_moegen
 from moegen.timeline import Timeline
 
 matplotlib.use("agg")
@@ -145,3 +147,70 @@ def test_simulate_saves_what_compare_reads(files, capsys, monkeypatch):
     result = json.loads(out)
     # Longer answers: the KV to fetch is what costs more.
     assert code == 0 and result["error"] < 0 and result["task_cost"][0]["op"] == "fetch_kv"
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Of every file so much is written, and then the disk is full."""
+
+    def half(path, data):
+        with open(path, "wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    def begin():
+        monkeypatch.setattr(files_of_moegen, "_try", lambda path: None)  # it becomes full later
+        monkeypatch.setattr(Path, "write_bytes", half)
+
+    return begin
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--plot", "--trace"])
+def test_on_a_full_disk_the_old_file_stays_and_the_flag_is_named(files, capsys, full_disk, flag):
+    file = files / "out.png"
+    file.write_text("old")
+    full_disk()
+    code, out, err = _main(capsys, "compare", files / "sim.json", files / "real.json", flag, file)
+    assert code == 1 and "task cost" in out and file.read_text() == "old"
+    assert f"moegen: {flag}: cannot write the " in err
+    assert err.endswith(f"to {file}: No space left on device\n")
+    assert {path.name for path in files.iterdir()} == {"sim.json", "real.json", "out.png"}
+
+
+@pytest.mark.parametrize("flag", ["-o", "--plot"])
+def test_so_it_does_for_a_sweep(tmp_path, capsys, full_disk, flag):
+    file = tmp_path / "out.png"
+    file.write_text("old")
+    full_disk()
+    work = "--n 8 --prompt-len 16 --gen-len 8 --b-a 4 --omega 0,.5 --B 8"
+    code, out, err = _main(capsys, *f"sweep mixtral-8x7b --hw c2 {work}".split(), flag, file)
+    assert code == 1 and "decode tok/s" in out and file.read_text() == "old"
+    assert f"moegen: {'--plot' if flag == '--plot' else '--output'}: cannot write the " in err
+    assert err.endswith(f"to {file}: No space left on device\n")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("link", ["hardlink_to", "symlink_to"])
+def test_a_link_to_what_is_read_is_not_written_over(files, capsys, link):
+    real, other = files / "real.json", files / "other.json"
+    getattr(other, link)(real)
+    before = real.read_bytes()
+    code, _, err = _main(capsys, "compare", files / "sim.json", real, "--csv", other)
+    assert code == 2 and f"--csv: {real} is read: name another file" in err
+    code, _, err = _main(
+        capsys, *"simulate mixtral-8x7b --hw c2 --B 8 --b-a 8 --trace".split(), other,
+        "--timeline", real,
+    )  # fmt: skip
+    assert code == 2 and f"--timeline: --trace {other} is written: name another" in err
+    assert real.read_bytes() == before
+
+
+def test_a_sweep_does_not_write_over_what_it_reads(tmp_path, capsys):
+    from moegen.graph.profile_table import CATALOGUE
+
+    mine = tmp_path / "mine.json"
+    mine.write_bytes((CATALOGUE / "h200.json").read_bytes())
+    words = f"sweep mixtral-8x7b --profile {mine} --omega 0,1 -o {mine}"
+    code, _, err = _main(capsys, *words.split())
+    assert code == 2 and f"--output: {mine} is read" in err
+    assert mine.read_bytes() == (CATALOGUE / "h200.json").read_bytes()

@@ -120,6 +120,32 @@ def test_what_cannot_be_done_is_refused_at_once(nothing_is_measured, tmp_path, c
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "code", "why"),
+    [
+        ("/proc/a.json", 2, "No such file or directory"),
+        ("/dev/full", 1, "No space left on device"),
+        ("{}/" + "x" * 250, 2, "File name too long"),
+    ],
+)
+def test_where_nothing_can_be_written_nothing_is_measured(
+    nothing_is_measured, tmp_path, capsys, path, code, why
+):
+    path = path.replace("{}", str(tmp_path))
+    if not os.path.exists(os.path.dirname(path)):
+        pytest.skip(f"there is no {path}")
+    got, _, err = run(capsys, "profile", "--device", "cpu", "-o", path)
+    assert "Measuring" not in err and "Traceback" not in err and "--output: " in err
+    assert got == code and (why in err or "may not be written" in err) and path in err
+    assert list(tmp_path.iterdir()) == []
+    # What is there stays, and nothing is left beside it.
+    old = tmp_path / "old.json"
+    old.write_text("old")
+    _, _, err = run(capsys, "profile", "mixtral-9x9b", "--device", "cpu", "-o", old)
+    assert "is no model" in err
+    assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_place_that_may_not_be_written_is_refused(nothing_is_measured, tmp_path, capsys):
     tmp_path.chmod(0o500)

@@ -211,6 +211,91 @@ def test_predictions_of_other_runs_are_refused(scripts, tmp_path):
         scripts.predict.predict(kept)
 
 
+def test_nothing_is_predicted_of_nothing(scripts, tmp_path):
+    """An empty predicted.json took the place of a good one."""
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    (folder / "measured.json").unlink()
+    before = (folder / "predicted.json").read_bytes()
+    with pytest.raises(mg.InvalidInput, match=r"results has no measured.json: run measure.py .*k"):
+        scripts.predict.main([str(folder)])
+    assert (folder / "predicted.json").read_bytes() == before
+    (folder / "measured.json").write_text('{"points": [], "failed": []}')
+    with pytest.raises(mg.InvalidInput, match="no measured run"):
+        scripts.predict.main([str(folder)])
+    with pytest.raises(mg.InvalidInput, match="nowhere is no folder: run measure.py"):
+        scripts.predict.main([str(tmp_path / "nowhere")])
+    assert not (tmp_path / "nowhere").exists()
+    assert (folder / "predicted.json").read_bytes() == before
+
+
+def test_results_that_are_cut_short_are_named(scripts, tmp_path):
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+
+    def cut(name):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+        return whole
+
+    for name, remedy in (
+        ("measured.json", "run measure.py OUT and kept.py OUT"),
+        ("predicted.json", "run predict.py"),
+        ("slopes.json", "run measure.py OUT and kept.py OUT"),
+    ):
+        whole = cut(name)
+        with pytest.raises(mg.InvalidInput, match=rf"{name} is not JSON: .*: {remedy}"):
+            scripts.report.report(folder)
+        (folder / name).write_text("[]")
+        with pytest.raises(mg.InvalidInput, match=rf"{name} is damaged: .*: {remedy}"):
+            scripts.report.report(folder)
+        (folder / name).write_bytes(whole)
+    (folder / "measured.json").write_text("{}")
+    with pytest.raises(mg.InvalidInput, match=r"measured.json is damaged: it has no list points"):
+        scripts.kept.Kept(folder)
+    (folder / "measured.json").write_bytes((scripts.kept.RESULTS / "measured.json").read_bytes())
+    kept = scripts.kept.Kept(folder)
+    run = kept.measured["points"][0]
+    whole = cut("timelines.zip")
+    with pytest.raises(mg.InvalidInput, match=r"timelines.zip cannot be read: .*: run measure.py"):
+        kept.data(run)
+    # The list of its files is there, and what is in them is not.
+    (folder / "timelines.zip").write_bytes(whole[:2000] + bytes(50_000) + whole[52_000:])
+    with pytest.raises(mg.InvalidInput, match=r"timelines.zip cannot be read: .*: run measure.py"):
+        for run in kept.measured["points"]:
+            kept.data(run)
+    # Predictions that are damaged are made again.
+    cut("predicted.json")
+    assert scripts.kept.Kept(folder).there
+
+
+def test_a_measured_timeline_that_is_cut_short_is_named(scripts, tmp_path):
+    import gzip
+
+    raw, folder = tmp_path / "raw", tmp_path / "results"
+    raw.mkdir()
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    run = {"name": "decode-1-0", "timeline": "decode-1-0.json.gz"}
+    (raw / "measured.json").write_text(json.dumps({"points": [run], "failed": []}))
+    for data in (gzip.compress(b"{}" * 999)[:-9], b"{}", gzip.compress(b"{")):
+        (raw / run["timeline"]).write_bytes(data)
+        with pytest.raises(mg.InvalidInput, match=r"decode-1-0.json.gz cannot be read: .*: run me"):
+            scripts.kept.keep(raw, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("script", ["predict.py", "kept.py"])
+def test_what_a_script_refuses_is_one_line(script, tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parents[2]), *sys.path])}
+    command = [sys.executable, FOLDER / script, tmp_path / "nowhere", tmp_path / "to"]
+    done = subprocess.run(command[: 4 - (script == "predict.py")], env=env, capture_output=True,
+                          text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"{script}: ") and "nowhere" in line and "measure.py" in line
+
+
 # The figures, against numbers worked out by hand.
 
 
@@ -226,6 +311,12 @@ def test_time_of_a_step_is_the_median_of_those_that_count(scripts):
     assert scripts.predict.step_s(np.cumsum([3.0, 5, 1, 2, 9, 4])) == pytest.approx(3.5)
     runs = [{"step_end_s": np.cumsum([1.0, *each])} for each in ([2, 9, 2, 1], [3, 3, 3, 0])]
     assert scripts.predict.quickest(runs) is runs[0]
+
+
+def test_a_corrected_run_is_doubted_beyond_the_worst_error_of_a_prediction(scripts):
+    from moegen.sim.corrected import FAR
+
+    assert FAR == scripts.judge.WORST
 
 
 def test_errors_are_taken_without_their_sign(scripts):
@@ -512,3 +603,60 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
     text = scripts.report.report(less)
     assert "They have not been measured." in text
     assert "| 3. slopes agree in sign for all classes | not measured | **no** |" in text
+
+
+# The stages of a measurement, each a process that may break off.
+
+
+@pytest.fixture
+def staged(scripts, tmp_path, monkeypatch):
+    """Runs `measure.py` with made-up stages: of each what it writes, and the code it ends with."""
+    pytest.importorskip("torch")
+    import measure
+
+    def run(*ends):
+        left, began = list(ends), []
+
+        def child(command, **_):
+            began.append(command[command.index("--stage") + 1])
+            now, code = left.pop(0)
+            if isinstance(code, Exception):
+                raise code
+            if now is not None:
+                (tmp_path / "now.json").write_text(json.dumps({"model": "m", "point": now}))
+            return SimpleNamespace(returncode=code)
+
+        monkeypatch.setattr(measure.subprocess, "run", child)
+        measure.main([str(tmp_path), "--models", "m"])
+        assert not left
+        return began
+
+    run.out = tmp_path
+    return run
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("end", [1, subprocess.TimeoutExpired("measure.py", 165)], ids=str)
+def test_without_a_profile_nothing_else_is_begun(staged, end):
+    with pytest.raises(SystemExit, match="profile was not measured in 170 s.*with --profile-s"):
+        staged((None, end))
+    assert not (staged.out / "measured.json").exists()
+
+
+@pytest.mark.cpu
+def test_a_stage_that_ends_before_its_first_point_says_so(staged, capsys):
+    """An older now.json was booked as what had failed."""
+    (staged.out / "now.json").write_text(json.dumps({"model": "m", "point": "old"}))
+    assert staged((None, 0), (None, 1), (None, 0)) == ["profile", "points", "slopes"]
+    assert "points m ended with 1 before it began a point" in capsys.readouterr().out
+    assert not (staged.out / "measured.json").exists()
+
+
+@pytest.mark.cpu
+def test_a_point_that_hung_is_left_out_and_the_stage_begun_again(staged, capsys):
+    began = staged((None, 0), ("decode-1", 1), (None, 0), (None, 1))
+    assert began == ["profile", "points", "points", "slopes"]
+    said = capsys.readouterr().out
+    assert "points m ended with 1 at decode-1" in said and "slopes m ended with 1" in said
+    failed = json.loads((staged.out / "measured.json").read_text())["failed"]
+    assert failed == [{"model": "m", "point": "decode-1"}]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
+import matplotlib
 import pytest
 
 import moegen as mg
@@ -16,6 +18,7 @@ from moegen.sim.scaled import OpTimes
 from moegen.sim.step_times import StepTimes
 from moegen.timeline import Timeline
 
+matplotlib.use("agg")
 S = mg.Strategy(B=64, b_a=16, b_e=4096, s_expert=0, omega=0.25)
 
 
@@ -102,6 +105,39 @@ def test_an_op_that_the_thread_holds_up_is_not_corrected_away(cost, graph):
     factors = {op: f for (op, _, _), f in cost.corrected(real).factors.items()}
     assert factors["embed"] == pytest.approx(0.8, rel=0.01)
     assert factors["lm_head"] == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_run_that_no_factor_explains_is_not_to_be_trusted(cost, graph):
+    """All measured much faster than the thread allows, step by step as long as it was."""
+    run = mg.simulate(graph, cost, steps=5)
+    end_s = run.start_s + 0.2 * (run.end_s - run.start_s)
+    real = Timeline(graph, run.ids, run.start_s, end_s, source="measured")
+    with pytest.warns(UserWarning, match=r"cannot be corrected by this run: replayed, \w+ \+\d+%"):
+        told = mg.what_if(real, cost, launch_s="x0.5")
+    doubt = cost_of(real, cost).doubt
+    assert "of a step" in doubt and told.doubt == doubt
+    assert f"; not to be trusted: {doubt}" in str(told)
+    with pytest.warns(UserWarning, match="not to be trusted"):
+        df = mg.what_ifs(real, cost, [{"launch_s": "x0.5"}, {"op": {"embed": 2}}])
+    assert df["doubt"].tolist() == [doubt] * 2
+    assert mg.plot.what_ifs(df).get_title("left").endswith(": not to be trusted")
+
+
+def test_a_run_that_factors_explain_is(graph):
+    truth, model = handed_over(None), handed_over(None)
+    real = _as_measured(mg.simulate(graph, OpTimes(truth, {"expert": 3.0, "attn_gpu": 0.5}), 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told = mg.what_if(real, model, op={"embed": 2})
+        df = mg.what_ifs(real, model, [{"op": {"embed": 2}}])
+    assert told.doubt == "" and "trusted" not in str(told) and df["doubt"].tolist() == [""]
+    assert "trusted" not in mg.plot.what_ifs(df).get_title("left")
+
+
+def cost_of(real: Timeline, cost: Measured):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cost.corrected(real)
 
 
 def test_another_link_in_company_is_that_of_a_table_with_another_link(cost):

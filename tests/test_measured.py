@@ -596,6 +596,13 @@ def test_a_name_that_is_none_says_which_there_are():
         (lambda d: d.update(colour=1), "the file has the unknown key colour; known are format"),
         (lambda d: d.pop("date"), "the file lacks the key date"),
         (lambda d: d.update(format="moegen.graph/1"), "no table of measurements"),
+        (
+            lambda d: d.update(format="moegen.profile/3"),
+            "a profile of another format, moegen.profile/3; this version of moegen reads "
+            "moegen.profile/4. Measure the machine anew: moegen profile -o",
+        ),
+        (lambda d: d.update(format="moegen.profile/11"), "of another format, moegen.profile/11;"),
+        (lambda d: d.update(format=4), "no table of measurements"),
         (lambda d: d.update(date="yesterday"), "date must be like 2026-11-30, got 'yesterday'"),
         (lambda d: d.update(dtype="int4"), "dtype must be one of bfloat16"),
         (lambda d: d.update(versions={"torch": 2}), "versions must map packages"),
@@ -621,6 +628,10 @@ def test_a_name_that_is_none_says_which_there_are():
         (lambda d: d["curves"][0].update(ops=["copy"]), "unknown op 'copy'; known are copy_rows"),
         (lambda d: d["curves"][0].update(ops=["copy_dense", "send_qkv"]), "cannot share a curve"),
         (lambda d: d["curves"][0].update(axes={"tokens": [1]}), "axes must be h2d_bytes"),
+        (
+            lambda d: d["curves"][1].update(axes=dict(reversed(d["curves"][1]["axes"].items()))),
+            "expert: axes must be in the order tokens, flops_per_token, launches, .* got launches,",
+        ),
         (
             lambda d: d["curves"][0]["axes"].update(h2d_bytes=[10, 100, 30]),
             r"copy_dense: h2d_bytes must rise, and \[2\] is 30 after 100",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import time
 from pathlib import Path
@@ -148,6 +149,52 @@ def test_what_is_saved_is_of_the_results():
     ]
     words = f"error {statistics.median(drawn):.1%} in the median, {max(drawn):.1%} at worst"
     assert f"{len(drawn)} points drawn at random: {words}" in saved, again
+
+
+@pytest.fixture
+def half_results(tmp_path):
+    """What one point's runs leave, whatever else was not come to."""
+    if not MEASURED:
+        pytest.skip("nothing has been measured yet: there is no results folder")
+    for name in ("profile.json", "timelines.zip"):
+        (tmp_path / name).write_bytes((MEASUREMENTS.parent / name).read_bytes())
+    data = json.loads(MEASUREMENTS.read_text(encoding="utf-8"))
+    points = data["points"]
+
+    def keep(name: str):
+        data["points"] = [p for p in points if p["name"] == name]
+        (tmp_path / "measured.json").write_text(json.dumps(data), encoding="utf-8")
+        return tmp_path
+
+    return keep
+
+
+@pytest.mark.parametrize("name", ["decode-409-0", "planned"])
+def test_half_results_are_shown_as_far_as_they_go(half_results, name, monkeypatch):
+    """No predictions, notes, slopes and curve; of the planner's point none drawn at random too."""
+    path = ROOT / "notebooks" / "05_predicted_vs_measured.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    (cell,) = [cell for cell in notebook.cells if "kept = Kept()" in cell.source]
+    folder = str(half_results(name))
+    cell.source = cell.source.replace("kept = Kept()", f"kept = Kept(Path({folder!r}))")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    at = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=at).execute()
+    said = printed(notebook)
+    assert "the profile took was not kept" in said and "the curve has not been measured" in said
+    assert "no delays have been injected" in said
+    assert ("no point that was drawn at random" in said) == (name == "planned")
+    (conclusion,) = notebook.cells[-1].outputs
+    assert "Most of the error is" in conclusion["data"]["text/markdown"]
+    assert not (half_results(name) / "predicted.json").exists()
+
+
+def test_ops_that_miss_are_shown_by_what_they_are_judged_by():
+    notebook = nbformat.read(ROOT / "notebooks" / "05_predicted_vs_measured.ipynb", as_version=4)
+    (conclusion,) = notebook.cells[-1].outputs
+    (line,) = [x for x in conclusion["data"]["text/markdown"].splitlines() if "above 5%" in x]
+    shown = [float(x) for x in re.findall(r"([+-]?[\d.]+)%\)", line)]
+    assert all(x >= 5 for x in shown) and (shown or "none" in line)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

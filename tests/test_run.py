@@ -17,6 +17,7 @@ from fake_engine import CONTEXT, FakeEngine, FakeTokenizer
 import moegen as mg
 from moegen.cli import main
 from moegen.errors import InvalidInput, MachineError
+from moegen.graph import files
 from moegen.graph.requests import read_requests
 from moegen.jobs import Output, Report
 
@@ -654,7 +655,7 @@ def test_a_timeline_that_cannot_be_saved_hides_no_result(job, timed, monkeypatch
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(files, "_write", full)
     saved = tmp_path / "t.json"
     done = job((_line(1) + "\n").encode(), "--json", "--timeline", str(saved))
     assert done.code == 1 and json.loads(done.out)["served"] == 1
@@ -746,7 +747,9 @@ def test_wrong_flags_are_refused_before_anything_loads(job, engine, flags, reaso
 
 
 def test_a_timeline_never_lands_on_the_requests(job, tmp_path):
-    for name in ("in.jsonl", "out.jsonl"):
+    (tmp_path / "in.jsonl").touch()
+    (tmp_path / "link.jsonl").hardlink_to(tmp_path / "in.jsonl")
+    for name in ("in.jsonl", "out.jsonl", "link.jsonl"):
         done = job([_line(1)], "--timeline", str(tmp_path / name))
         assert done.code == 2 and "file of requests or of answers" in done.err
 

@@ -253,6 +253,10 @@ REFUSED = [
     ({"op": {"expert": -1}}, "the factor of expert must be a finite number of at least 0"),
     ({"op": 3}, "op must map ops to factors"),
     ({"link": 2}, 'link takes a factor such as "x2"'),
+    ({"link": "x"}, "link takes a factor such as \"x2\", got 'x'"),
+    ({"link": "xfast"}, "link takes a factor such as \"x2\", got 'xfast'"),
+    ({"link": "xnan"}, "link takes a factor such as \"x2\", got 'xnan'"),
+    ({"link": "+1"}, 'link takes a factor such as "x2"'),
     ({"gpu_memory_bytes": "x2"}, "no duration depends on gpu_memory_bytes"),
     ({"task_s": "x2"}, "task_s is None: give its new value"),
     (
@@ -312,3 +316,18 @@ def test_other_refusals():
     ):
         with pytest.raises(InvalidInput, match=said):
             mg.what_if(real, ROOF, **change)
+
+
+def test_a_knob_that_says_nothing_of_a_run_is_refused():
+    """The answer was that nothing changes."""
+    real = as_measured(mg.simulate(mg.build(mixtral(), S, kv_len=9), ROOF, steps=3))
+    n = max(layer.n_experts for layer in mixtral().layers)
+    said = f"expert_group is {n + 1}, and a layer of .* has {n} experts: at most {n} can"
+    with pytest.raises(InvalidInput, match=said):
+        mg.what_if(real, ROOF, expert_group=n + 1)
+    assert mg.what_if(real, ROOF, expert_group=n).period_s > 0
+    wave = as_measured(mg.simulate(mg.build(mixtral(), S, "prefill", prompt_len=9), ROOF, steps=3))
+    with pytest.raises(InvalidInput, match=r"omega .* has no effect on a prefill run: .* for 0.5"):
+        mg.what_if(wave, ROOF, omega=0.5)
+    df = mg.what_ifs(wave, ROOF, [{"omega": 0.5}, {"b_a": 8}])
+    assert df["error"].tolist()[0] == "" and "no effect on a prefill run" in df["error"][1]

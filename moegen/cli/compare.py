@@ -10,10 +10,12 @@ import typer
 
 import moegen as mg
 from moegen.cli.console import print_json, say, warn
-from moegen.cli.flags import Json, machine, require_apart, require_writable
+from moegen.cli.flags import Json, machine, naming, require_apart, require_writable
 from moegen.cli.machine import measured as profile_of
 from moegen.cli.machine import other_dtypes
+from moegen.cli.pictures import save
 from moegen.errors import InvalidInput
+from moegen.graph.files import write_text
 
 
 def compare(
@@ -110,16 +112,18 @@ def compare(
     else:
         print(result)
     if csv is not None:
-        with csv.open("w", encoding="utf-8", newline="") as file:
-            result.to_frame().to_csv(file, index=False)
+        with naming("--csv"):
+            write_text(csv, result.to_frame().to_csv(index=False), "the tasks")
         say(f"Tasks: {csv}")
     if plot is not None:
         figure = result.plot()[0].get_figure(root=True)
         assert figure is not None
-        figure.savefig(plot, dpi=150)
+        with naming("--plot"):
+            save(figure, plot)
         say(f"Picture: {plot}")
     if trace is not None:
-        result.to_perfetto(trace)
+        with naming("--trace"):
+            result.to_perfetto(trace)
         say(f"Trace: {trace}")
 
 

@@ -12,8 +12,9 @@ import typer
 
 import moegen as mg
 from moegen import jobs
-from moegen.errors import InvalidInput
+from moegen.errors import InvalidInput, MachineError
 from moegen.graph import hardware
+from moegen.graph.files import try_to_write
 from moegen.graph.hardware_parts import parts
 from moegen.units import parse_bytes
 
@@ -74,11 +75,13 @@ HostMemory = Annotated[
 
 @contextmanager
 def naming(flag: str) -> Iterator[None]:
-    """Let a refusal of what a flag says begin with its name."""
+    """Let a refusal of what a flag says begin with its name, and a fault that it leads to."""
     try:
         yield
     except InvalidInput as error:
         raise InvalidInput(f"{flag}: {error}") from error
+    except MachineError as error:
+        raise MachineError(f"{flag}: {error}") from error
 
 
 def size(flag: str, text: str | None) -> int | None:
@@ -114,14 +117,30 @@ def require_writable(flag: str, path: Path | None) -> None:
     if path is not None:
         with naming(flag):
             jobs.require_writable(path)
+            try_to_write(path, "a file")
 
 
 def require_apart(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
     """Refuse to write over what a command reads, or to write two things to one file."""
-    taken = {Path(path).resolve(): f"{path} is read" for path in read}
+    taken = {place: f"{path} is read" for path in read for place in _places(Path(path))}
     for flag, path in written.items():
         if path is None:
             continue
-        if (place := path.resolve()) in taken:
-            raise InvalidInput(f"{flag}: {taken[place]}: name another file to write to")
-        taken[place] = f"{flag} {path} is written"
+        places = _places(path)
+        if found := [taken[place] for place in places if place in taken]:
+            raise InvalidInput(f"{flag}: {found[0]}: name another file to write to")
+        taken |= dict.fromkeys(places, f"{flag} {path} is written")
+
+
+def same_file(a: Path, b: Path) -> bool:
+    """Whether two paths are one file, by links of either kind too."""
+    return not set(_places(a)).isdisjoint(_places(b))
+
+
+def _places(path: Path) -> list[object]:
+    """What is the same of two paths to one file, by links of either kind."""
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):  # there is none yet, or it is a name and no path
+        return [path.resolve()]
+    return [path.resolve(), (stat.st_dev, stat.st_ino)]

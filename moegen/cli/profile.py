@@ -11,7 +11,7 @@ import typer
 import moegen as mg
 from moegen import jobs
 from moegen.cli.console import print_json, say, warn
-from moegen.cli.flags import Device, DtypeName, Json, require_apart, require_writable
+from moegen.cli.flags import Device, DtypeName, Json, naming, require_apart, require_writable
 
 
 def profile(
@@ -77,7 +77,8 @@ def profile(
             notes=notes,
         )
     warn(notes)
-    table.save(output)
+    with naming("--output"):
+        table.save(output)
     if as_json:
         print_json({"output": str(output), "curves": len(table.curves), "notes": notes})
         return

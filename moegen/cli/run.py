@@ -18,6 +18,7 @@ from moegen.cli.flags import (
     HostMemory,
     Json,
     require_writable,
+    same_file,
     size,
 )
 from moegen.cli.groups import StrategyFlags, grouped
@@ -93,7 +94,7 @@ def run(
     gpu_memory_bytes = size("--gpu-memory", gpu_memory)
     host_memory_bytes = size("--host-memory", host_memory)
     require_writable("--timeline", timeline)
-    if timeline is not None and timeline.resolve() in (input.resolve(), output.resolve()):
+    if timeline is not None and (same_file(timeline, input) or same_file(timeline, output)):
         raise InvalidInput(f"--timeline: {timeline} is the file of requests or of answers")
     if timeline is not None and model.resolve() in timeline.resolve().parents:
         raise InvalidInput(f"--timeline: {timeline} is in the checkpoint's folder, {model}")

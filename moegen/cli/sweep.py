@@ -13,10 +13,12 @@ import typer
 
 import moegen as mg
 from moegen.cli.console import Bar, print_json, warn
-from moegen.cli.flags import HERE, Json, machine, naming, require_writable
+from moegen.cli.flags import HERE, Json, machine, naming, require_apart, require_writable
 from moegen.cli.groups import WorkloadFlags, grouped
 from moegen.cli.machine import Profile, measured, other_dtypes
+from moegen.cli.pictures import save
 from moegen.errors import Infeasible, InvalidInput
+from moegen.graph.files import write_text
 from moegen.parts import PARTS
 from moegen.units import format_bytes, format_seconds, parse_bytes, parse_rate
 
@@ -163,6 +165,8 @@ def sweep(
     """
     require_writable("--output", output)
     require_writable("--plot", plot)
+    read = [x for x in (*model.split(","), *(hw or "").split(","), profile, work.workload) if x]
+    require_apart({"--output": output, "--plot": plot}, read)
     if plot is not None and plot.suffix.lower() not in _PICTURES:
         raise InvalidInput(f"--plot {plot}: its name must end in one of {', '.join(_PICTURES)}")
     models = _models(model)
@@ -189,17 +193,19 @@ def sweep(
             progress=lambda done, total: bar.update(done, total, f"{done}/{total} points"),
             **given,
         )
-    if output is not None:
-        frame.to_csv(output, index=False)
     if as_json:
         print_json({"points": list(_plain(frame)), "notes": frame.attrs["notes"]})
     else:
         print("\n".join(_table(frame, list(given))))
     warn(frame.attrs["notes"])
+    if output is not None:
+        with naming("--output"):
+            write_text(output, frame.to_csv(index=False), "the points")
     if all(frame["error"]):
         raise Infeasible(f"no point fits; the first {frame['error'].iloc[0]}")
     if plot is not None:
-        _draw(frame, several, plot)
+        with naming("--plot"):
+            _draw(frame, several, plot)
 
 
 def _models(text: str) -> list[mg.ModelSpec]:
@@ -290,7 +296,7 @@ def _draw(frame: pd.DataFrame, several: list[str], path: Path) -> None:
     x = next(name for name in several if name not in ("model", "hw", *_TEXTS))
     hue = next((name for name in several if name != x), None)
     mg.plot.throughput(frame, x=x, hue=hue, ax=figure.subplots())
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _plain(frame: pd.DataFrame) -> Iterator[dict[str, Any]]:

@@ -211,7 +211,8 @@ def simulate(
 
     require_writable("--trace", trace)
     require_writable("--timeline", timeline)
-    require_apart({"--trace": trace, "--timeline": timeline}, [on.profile] if on.profile else [])
+    read = [x for x in (model, on.hw, on.profile, work.workload) if x]
+    require_apart({"--trace": trace, "--timeline": timeline}, read)
     spec, s, rows = _point(flags, work, model)
     if layers is not None:
         with naming("--layers"):

@@ -56,9 +56,10 @@ class Curve:
     Raises
     ------
     InvalidInput
-        If ops, features or the phase are not known, a number is not finite and positive (a
-        spread, issue_s, turn_s: not negative), an axis does not rise, seconds fall along the
-        first one, once_s is above the least of them, or seconds beside others are below them.
+        If ops, features or the phase are not known, axes are in another order, a number is not
+        finite and positive (a spread, issue_s, turn_s: not negative), an axis does not rise,
+        seconds fall along the first one, once_s is above the least of them, or seconds beside
+        others are below them.
     """
 
     ops: tuple[str, ...]
@@ -92,6 +93,11 @@ class Curve:
             raise InvalidInput(
                 f"{name}: axes must be {', '.join(features)}, got "
                 f"{', '.join(self.axes) if isinstance(self.axes, Mapping) else self.axes!r}"
+            )
+        if tuple(self.axes) != features:
+            raise InvalidInput(
+                f"{name}: axes must be in the order {', '.join(features)}, as seconds and all "
+                f"else by point are read, got {', '.join(self.axes)}"
             )
         if not isinstance(self.source, str) or not self.source:
             raise InvalidInput(f"{name}: source must say how it was measured, got {self.source!r}")

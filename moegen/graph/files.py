@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moegen.errors import InvalidInput, MachineError
 
+# Where a file of so many bytes cannot be written, no larger one can.
+_SMALL = 4096
 # Another path would do; anything else is a fault of the machine.
 _OF_THE_PATH = {
     errno.ENOENT,
@@ -73,7 +77,46 @@ def write_text(path: str | Path, text: str, what: str) -> None:
         If the machine cannot write it, as where the disk is full.
     """
     try:
-        _write(Path(path), text)
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InvalidInput(f"cannot write {what} to {path}: {e}") from e
+    write_bytes(path, data, what)
+
+
+def write_bytes(path: str | Path, data: bytes, what: str) -> None:
+    """Write ``data`` to ``path``, which holds all of it afterwards or is as it was.
+
+    Raises
+    ------
+    InvalidInput
+        If no file may be at ``path``.
+    MachineError
+        If the machine cannot write it, as where the disk is full.
+    """
+    with _writing(path, what):
+        _write(Path(path), data)
+
+
+def try_to_write(path: str | Path, what: str) -> None:
+    """Refuse what :func:`write_bytes` would, as far as a small file beside ``path`` tells.
+
+    What is at ``path`` stays as it is, and no other file is left.
+
+    Raises
+    ------
+    InvalidInput
+        If no file may be at ``path``.
+    MachineError
+        If the machine cannot write it, as where the disk is full.
+    """
+    with _writing(path, what):
+        _try(Path(path))
+
+
+@contextmanager
+def _writing(path: str | Path, what: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as e:
         fault = InvalidInput if e.errno in _OF_THE_PATH else MachineError
         raise fault(f"cannot write {what} to {path}: {e.strerror or e}") from e
@@ -81,14 +124,38 @@ def write_text(path: str | Path, text: str, what: str) -> None:
         raise InvalidInput(f"cannot write {what} to {path!r}: {e}") from e
 
 
-def _write(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():  # a pipe or a device cannot be renamed over
-        path.write_text(text, encoding="utf-8")
+def _special(path: Path) -> bool:
+    """Whether it is a pipe or a device, which cannot be renamed over."""
+    return path.exists() and not path.is_file()
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _try(path: Path) -> None:
+    if not _special(path):
+        part = _part(path.resolve())
+        try:
+            part.write_bytes(bytes(_SMALL))
+        finally:
+            part.unlink(missing_ok=True)
+    elif path.is_char_device():  # a pipe would wait for who reads it
+        file = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        try:
+            os.write(file, b"")
+        finally:
+            os.close(file)
+
+
+def _write(path: Path, data: bytes) -> None:
+    if _special(path):
+        path.write_bytes(data)
         return
     path = path.resolve()  # where a link leads, so that the link stays
-    part = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    part = _part(path)
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -69,7 +69,8 @@ from moegen.graph.hardware import CPU_LANES, HardwareSpec
 from moegen.graph.latencies import Latencies
 from moegen.graph.peaks import check_peaks
 
-FORMAT = "moegen.profile/4"
+_FAMILY = "moegen.profile/"
+FORMAT = f"{_FAMILY}4"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
@@ -173,8 +174,7 @@ class ProfileTable:
         """
         data = read_json(path, "the profile")
         try:
-            if not isinstance(data, dict) or data.get("format") != FORMAT:
-                raise InvalidInput(f"this is no table of measurements ({FORMAT})")
+            _check_format(data)
             keys = ("format", "date", "versions", "dtype", "machine", "peaks", "curves", "company")
             _check_keys(data, (*keys, "latencies"), keys, "the file")
             waits = data.get("latencies", {})
@@ -319,6 +319,17 @@ def _text(value: Any) -> str:
 def _lines(parts: Mapping[str, str], indent: int) -> str:
     """An object of JSON with each key in a line of its own."""
     return "{" + f",\n{' ' * indent}".join(f'"{k}": {v}' for k, v in parts.items()) + "}"
+
+
+def _check_format(data: Any) -> None:
+    found = data.get("format") if isinstance(data, dict) else None
+    if isinstance(found, str) and found != FORMAT and found.startswith(_FAMILY):
+        raise InvalidInput(
+            f"it is a profile of another format, {found}; this version of moegen reads {FORMAT}. "
+            f"Measure the machine anew: moegen profile -o FILE"
+        )
+    if found != FORMAT:
+        raise InvalidInput(f"this is no table of measurements ({FORMAT})")
 
 
 def _check_keys(

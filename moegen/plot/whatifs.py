@@ -23,7 +23,7 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """By how much each change makes a measured run faster, the best on top.
 
     Bars of changes that do not fit memory are pale, and say so. Where the run as simulated is not
-    what was measured, the title names both.
+    what was measured, the title names both, and it says where answers are not to be trusted.
 
     Parameters
     ----------
@@ -80,6 +80,8 @@ def what_ifs(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     if "measured_s" in df.columns:
         measured = format_seconds(float(df["measured_s"].iloc[0]))
         title += f", measured {measured}" if measured != base else ""
+    if "doubt" in df.columns and df["doubt"].iloc[0]:
+        title += ": not to be trusted"
     ax.set_title(title, loc="left", fontsize=10)
     ax.invert_yaxis()
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)

@@ -102,7 +102,7 @@ class Change:
         new: dict[str, Any] = {}
         for name, asked in self.rates.items():
             if name == "link":
-                if not (isinstance(asked, str) and asked.strip()[:1] in ("x", "*")):
+                if not _is_factor(asked):
                     raise InvalidInput(f'link takes a factor such as "x2", got {asked!r}')
                 fields = [field for field in LINK if getattr(hw, field) is not None]
             elif name not in hw.rates and getattr(hw, name) is not None:
@@ -158,6 +158,14 @@ def _new(name: str, now: Any, asked: Any) -> Any:
     if not math.isfinite(value) or (match[1] in "+-" and by % 1):
         raise InvalidInput(f"{name} is a whole number, {now}, and cannot change by {asked!r}")
     return round(value)
+
+
+def _is_factor(asked: Any) -> bool:
+    match = _RELATIVE.fullmatch(asked) if isinstance(asked, str) else None
+    try:
+        return match is not None and match[1] in "x*" and math.isfinite(float(match[2]))
+    except ValueError:
+        return False
 
 
 def _number(name: str, text: str) -> float:

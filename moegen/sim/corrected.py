@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,12 @@ TOLERANCE, MOST_ROUNDS = 1e-6, 12
 # An op whose tasks do not follow its factor by so much is held up by something else, such as the
 # thread that hands tasks over: it keeps its first factor.
 FOLLOWS = 0.25
+# The worst error of a step that a prediction is held to (benchmarks/h200/prediction). A step is
+# about as wrong as the time of its lanes: a run that was corrected and is further off than that
+# is no better than one that was never measured.
+FAR = 0.06
+# So many ops are named, those that miss most of a step first.
+_NAMED = 3
 
 #: What is corrected together: an op of a phase on its lane.
 Key = tuple[str, str, Lane]
@@ -37,17 +44,20 @@ class Corrected(Scaled):
     ----------
     factors : mapping
         By op, phase and lane: what the other model's durations are multiplied by.
+    doubt : str
+        Which ops no factor brought near to what the run had, where they take a lane's time off by
+        more than 6% of a step; empty where the correction holds.
     """
 
-    def __init__(self, cost: CostModel, factors: Mapping[Key, float]) -> None:
+    def __init__(self, cost: CostModel, factors: Mapping[Key, float], doubt: str = "") -> None:
         super().__init__(cost)
-        self.factors = dict(factors)
+        self.factors, self.doubt = dict(factors), doubt
 
     def __repr__(self) -> str:
         return f"{self.of!r} corrected by a run"
 
     def physical(self) -> CostModel:
-        return Corrected(self.of.physical(), self.factors)
+        return Corrected(self.of.physical(), self.factors, self.doubt)
 
     def factor(self, task: Task) -> float:
         return self.factors.get((task.id.op, task.id.phase, task.lane), 1.0)
@@ -80,6 +90,11 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
     InvalidInput
         If the timeline was not measured, or an op takes no time by ``cost`` and some in the run:
         no factor corrects that.
+
+    Warns
+    -----
+    UserWarning
+        If ops still miss what the run had by much, as ``Corrected.doubt`` has it.
     """
     measured = measured_run(measured)
     check_machine(checked_cost(cost), measured)
@@ -109,7 +124,37 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
         before, asked = takes, ratio
         corrected = Corrected(cost, dict(zip(keys, factors.tolist(), strict=True)))
         run = rerun(*of_run, corrected)
+    takes = np.bincount(of, (run.end_s - run.start_s)[theirs], len(keys))
+    corrected.doubt = _doubt(list(keys), took, takes, measured)
+    if corrected.doubt:
+        warnings.warn(
+            f"the cost model cannot be corrected by this run: {corrected.doubt}. What follows from "
+            f"it is not to be trusted",
+            stacklevel=3,
+        )
     return corrected
+
+
+def _doubt(keys: list[Key], took: np.ndarray, takes: np.ndarray, measured: Timeline) -> str:
+    """Which ops miss what they took, in words, if a lane's time is far off for them."""
+    all_s = measured.period_s * len(measured.counted_steps)
+    if not all_s > 0:
+        return ""
+    missed = (takes - took) / all_s
+    lanes = np.array([lane.value for _, _, lane in keys])
+    far = [lane for lane in np.unique(lanes) if abs(missed[lanes == lane].sum()) > FAR]
+    on_far = np.flatnonzero(np.isin(lanes, far))
+    worst = on_far[np.argsort(-np.abs(missed[on_far]), kind="stable")][:_NAMED]
+    named = [
+        f"{keys[i][0]} {takes[i] / took[i] - 1:+.0%}" if took[i] else keys[i][0] for i in worst
+    ]
+    if not far:
+        return ""
+    off = max((missed[lanes == lane].sum() for lane in far), key=abs)
+    return (
+        f"replayed, {', '.join(named)} against what was measured, so that a lane is off by "
+        f"{abs(off):.0%} of a step"
+    )
 
 
 def _key(task: Task) -> Key:

@@ -36,7 +36,8 @@ def rebuilt(
     Raises
     ------
     InvalidInput
-        If the graph is of no model, or is unrolled; what ``change`` raises.
+        If the graph is of no model, or is unrolled; if a knob says nothing of its phase or its
+        model; what ``change`` raises.
     """
     if g.model is None or g.strategy is None or g.layout is None:
         raise InvalidInput(
@@ -51,11 +52,27 @@ def rebuilt(
         )
     before = g.strategy.with_(B=g.layout.rows)
     s = change(before)
+    _check_effect(g, before, s)
     slot_tokens = _slot_tokens(g, of)
     rows = _rows(of.rows, whole(s.B, "B", at_most=MOST_ROWS))
     of = _resized(of, rows, g)
     new = _build(g, s, of, slot_tokens)
     return new.bind(of), [_resized(shape, rows, g) for shape in shapes]
+
+
+def _check_effect(g: TaskGraph, before: Strategy, s: Strategy) -> None:
+    assert g.model is not None
+    if g.phase == "prefill" and s.omega != before.omega:
+        raise InvalidInput(
+            f"omega is the CPU's share of decode attention and has no effect on a prefill run: ask "
+            f"a decode run for {s.omega:g}"
+        )
+    most = max(layer.n_experts for layer in g.model.layers)
+    if s.expert_group > max(most, before.expert_group):
+        raise InvalidInput(
+            f"expert_group is {s.expert_group}, and a layer of {g.model.name} has {most} experts: "
+            f"at most {most} can be copied and computed as one"
+        )
 
 
 def _build(g: TaskGraph, s: Strategy, of: Shape, slot_tokens: int | None) -> TaskGraph:

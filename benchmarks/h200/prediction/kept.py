@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import io
 import json
+import lzma
+import sys
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import moegen as mg
+from moegen.graph.files import read_json, write_bytes, write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -40,25 +45,20 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
     Raises
     ------
     InvalidInput
-        If nothing was measured: there is no measured.json, a point's timeline is missing, or it
-        has too few steps.
+        If nothing was measured: there is no measured.json, a point's timeline is missing or
+        damaged, or it has too few steps. What was kept before stays then.
     """
-    measured = _read(raw / "measured.json")
+    again = f"run measure.py {raw} again"
+    measured = _read_measured(raw, again)
     if measured is None:
         raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
-    for p in measured["points"]:  # before what is there is written over
-        path = raw / p["timeline"]
-        if not path.exists():
-            raise mg.InvalidInput(
-                f"{path}, the timeline of {p['name']}, is missing: run measure.py {raw} again"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    # What was predicted was of other runs.
-    (folder / "predicted.json").unlink(missing_ok=True)
-    with zipfile.ZipFile(folder / TIMELINES, "w", zipfile.ZIP_LZMA) as z:
+    packed = io.BytesIO()  # whole, before what is there is written over
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
         for p in measured["points"]:
             path = raw / p["timeline"]
-            timeline = _warm(mg.Timeline.from_dict(json.loads(gzip.decompress(path.read_bytes()))))
+            if not path.exists():
+                raise mg.InvalidInput(f"{path}, the timeline of {p['name']}, is missing: {again}")
+            timeline = _warm(_measured_timeline(path, again))
             p["timeline"] = path.name.removesuffix(".gz")
             p["step_end_s"] = timeline.step_end_s.tolist()
             p["period_s"] = timeline.period_s
@@ -66,6 +66,10 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
             entry = zipfile.ZipInfo(p["timeline"])
             text = json.dumps(timeline.to_dict(), separators=(",", ":"))
             z.writestr(entry, text, zipfile.ZIP_LZMA)
+    folder.mkdir(parents=True, exist_ok=True)
+    # What was predicted was of other runs.
+    (folder / "predicted.json").unlink(missing_ok=True)
+    write_bytes(folder / TIMELINES, packed.getvalue(), "the timelines")
     _write_lines(folder / "measured.json", measured)
     for name in ("profile.json", "profile_notes.json", "slopes.json"):
         (folder / name).unlink(missing_ok=True)
@@ -90,12 +94,37 @@ class Kept:
 
     def __init__(self, folder: Path = RESULTS) -> None:
         self.folder = folder
-        self.measured: Data = _read(folder / "measured.json") or {"points": [], "failed": []}
-        self.slopes, self.notes = (
-            _read(folder / "slopes.json"),
-            _read(folder / "profile_notes.json"),
-        )
-        self.predicted = _read(folder / "predicted.json")
+        self.measured: Data = _read_measured(folder, self._again) or {"points": [], "failed": []}
+
+    @property
+    def _again(self) -> str:
+        return f"run measure.py OUT and kept.py OUT {self.folder}"
+
+    @cached_property
+    def slopes(self) -> Data | None:
+        return _read(self.folder / "slopes.json", self._again)
+
+    @cached_property
+    def notes(self) -> Data | None:
+        return _read(self.folder / "profile_notes.json", self._again)
+
+    @cached_property
+    def predicted(self) -> Data | None:
+        return _read(self.folder / "predicted.json", f"run predict.py {self.folder}")
+
+    def require(self) -> None:
+        """Refuse a folder in which nothing is kept.
+
+        Raises
+        ------
+        InvalidInput
+            Naming the folder, and what must be run first.
+        """
+        if not self.there:
+            lacks = "has no measured run in its measured.json"
+            if not (self.folder / "measured.json").exists():
+                lacks = "has no measured.json" if self.folder.is_dir() else "is no folder"
+            raise mg.InvalidInput(f"{self.folder} {lacks}: {self._again} first")
 
     @property
     def there(self) -> bool:
@@ -139,15 +168,20 @@ class Kept:
         Raises
         ------
         InvalidInput
-            If it is not among those that were kept.
+            If it is not among those that were kept, or is damaged.
         """
         path = self.folder / TIMELINES
         if not path.exists():
             raise mg.InvalidInput(f"{path}, the timelines of all runs, is missing: run kept.py")
-        with zipfile.ZipFile(path) as z:
-            if run["timeline"] not in z.namelist():
-                raise mg.InvalidInput(f"{path} has no {run['timeline']}: run kept.py again")
-            return json.loads(z.read(run["timeline"]))
+        try:
+            with zipfile.ZipFile(path) as z:
+                if run["timeline"] not in z.namelist():
+                    raise mg.InvalidInput(f"{path} has no {run['timeline']}: run kept.py again")
+                return json.loads(z.read(run["timeline"]))
+        except mg.InvalidInput:
+            raise
+        except _DAMAGED as e:
+            raise mg.InvalidInput(f"{path} cannot be read: {_reason(e)}: {self._again}") from e
 
     def timeline(self, run: Data) -> mg.Timeline:
         """The timeline of a run."""
@@ -178,8 +212,46 @@ def _warm(timeline: mg.Timeline) -> mg.Timeline:
     )
 
 
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+# What a file that is cut short or changed raises where it is unpacked.
+_DAMAGED = (
+    OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, lzma.LZMAError,
+    zlib.error,
+)  # fmt: skip
+
+
+def _reason(e: BaseException) -> str:
+    return str(e) or type(e).__name__
+
+
+def _measured_timeline(path: Path, remedy: str) -> mg.Timeline:
+    """A timeline as `measure.py` wrote it."""
+    try:
+        return mg.Timeline.from_dict(json.loads(gzip.decompress(path.read_bytes())))
+    except _DAMAGED as e:
+        raise mg.InvalidInput(f"{path} cannot be read: {_reason(e)}: {remedy}") from e
+
+
+def _read(path: Path, remedy: str) -> Any:
+    """A JSON file of results; None where there is none."""
+    if not path.exists():
+        return None
+    try:
+        data = read_json(path, "the results")
+    except mg.InvalidInput as e:
+        raise mg.InvalidInput(f"{e}: {remedy}") from e
+    if not isinstance(data, dict):
+        raise mg.InvalidInput(f"{path} is damaged: it must hold keys and values: {remedy}")
+    return data
+
+
+def _read_measured(folder: Path, remedy: str) -> Data | None:
+    data = _read(folder / "measured.json", remedy)
+    for key in ("points", "failed"):
+        if data is not None and not isinstance(data.get(key), list):
+            raise mg.InvalidInput(
+                f"{folder / 'measured.json'} is damaged: it has no list {key}: {remedy}"
+            )
+    return data
 
 
 def _write_lines(path: Path, data: Data) -> None:
@@ -191,10 +263,19 @@ def _write_lines(path: Path, data: Data) -> None:
             parts.append(f"{json.dumps(key)}: [\n{items}\n]")
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", "the results")
 
 
-if __name__ == "__main__":
+def leaving(main: Callable[[], object]) -> None:
+    """Run a script's ``main``; what it refuses is a line on stderr and an exit code."""
+    try:
+        main()
+    except mg.MoegenError as e:
+        print(f"{Path(sys.argv[0]).name}: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+
+
+def main() -> None:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,3 +283,7 @@ if __name__ == "__main__":
     p.add_argument("results", type=Path, nargs="?", default=RESULTS)
     args = p.parse_args()
     keep(args.out, args.results)
+
+
+if __name__ == "__main__":
+    leaving(main)

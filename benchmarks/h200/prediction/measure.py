@@ -42,6 +42,8 @@ STEPS = 5
 _CLOSE, _MORE = ("omega-", "planned"), 1
 # A point that takes longer hangs.
 HANGS_S = 60.0
+# With less time left no stage is begun.
+_LEAST_S = 20.0
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,8 +59,16 @@ def main(argv: list[str] | None = None) -> None:
         ("slopes", args.models[0], args.slopes_s),
     ]
     for stage, model, seconds in stages:
-        _stage(args, stage, model, min(seconds, args.budget_s - (time.perf_counter() - began)))
+        left_s = args.budget_s - (time.perf_counter() - began)
+        done = _stage(args, stage, model, min(seconds, left_s))
         _archive(args)
+        if stage == "profile" and not done:
+            sys.exit(
+                f"measure.py: the profile was not measured in {min(seconds, left_s):.0f} s, and "
+                f"nothing can be predicted without it: no point was run. If it ran out of time, "
+                f"give it more with --profile-s, now {args.profile_s:g}, and all with --budget-s, "
+                f"now {args.budget_s:g}; if it broke off, its own words above say why"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,8 +94,14 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> None:
-    """Run a stage, again if it was ended for hanging, as long as there is time."""
+def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> bool:
+    """Run a stage, again if it was ended for hanging, as long as there is time.
+
+    Returns
+    -------
+    bool
+        Whether it came to its end.
+    """
     deadline = time.time() + seconds
     command = [sys.executable, __file__, str(args.out), "--stage", stage]
     for flag in ("device", "seed", "runs", "gpu_memory", "profile_budget_s"):
@@ -95,22 +111,31 @@ def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> 
     if model:
         command += ["--model", model]
     command += ["--deadline", str(deadline - 5)]
-    while (left_s := deadline - time.time()) > 20:
-        _say(f"== {stage} {model}, {left_s:.0f} s")
+    hung = args.out / "now.json"
+    what = f"{stage} {model}".strip()
+    while (left_s := deadline - time.time()) > _LEAST_S:
+        _say(f"== {what}, {left_s:.0f} s")
+        hung.unlink(missing_ok=True)  # what an earlier one was at
         try:
             code = subprocess.run(command, timeout=left_s, check=False).returncode
         except subprocess.TimeoutExpired:
-            _say(f"{stage} {model} ran out of time")
-            return
+            _say(f"{what} ran out of time")
+            return False
         if code == 0:
-            return
-        hung = args.out / "now.json"
-        _say(f"{stage} {model} ended with {code}: {hung.read_text() if hung.exists() else '?'}")
+            return True
         if stage != "points":
-            return
+            _say(f"{what} ended with {code}")
+            return False
+        if not hung.exists():
+            _say(f"{what} ended with {code} before it began a point: it is not tried again")
+            return False
+        point = json.loads(hung.read_text(encoding="utf-8"))
+        _say(f"{what} ended with {code} at {point['point']}, which is left out from here on")
         data = _measured(args)
-        data["failed"].append(json.loads(hung.read_text()))
+        data["failed"].append(point)
         _write(args.out / "measured.json", data)
+    _say(f"{what}: there is no time for it")
+    return False
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -165,6 +190,7 @@ def points(args: argparse.Namespace) -> None:
                 data["points"].append(_run(args, engine, point, run))
                 faulthandler.cancel_dump_traceback_later()
                 _write(args.out / "measured.json", data)
+                (args.out / "now.json").unlink()
 
 
 def _run(args: argparse.Namespace, engine: mg.Engine, point: Point, run: int) -> dict[str, Any]:

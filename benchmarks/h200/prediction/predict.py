@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kept import RESULTS, Data, Kept
+from kept import RESULTS, Data, Kept, leaving
 
 import moegen as mg
 from moegen.sim.uncertainty import LEVEL, SAMPLES
@@ -40,7 +40,13 @@ def predict(kept: Kept, say: Callable[[str], object] = lambda _: None) -> Data:
     -------
     dict
         ``points`` as of :func:`point`; ``curve`` as of :func:`curve`, empty if it was not measured.
+
+    Raises
+    ------
+    InvalidInput
+        If nothing was measured, or a file of the results is missing or damaged.
     """
+    kept.require()
     points, on_curve = [], {}
     for runs in kept.points():
         found = point(kept, runs)
@@ -200,4 +206,4 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    leaving(main)

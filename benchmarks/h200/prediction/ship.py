@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from kept import leaving
+
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.hardware_parts import part
 from moegen.graph.profile_table import CATALOGUE, ProfileTable
@@ -60,5 +62,9 @@ def shipped(measured: ProfileTable) -> ProfileTable:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     shipped(ProfileTable.load(RESULT)).save(SHIPPED)
+
+
+if __name__ == "__main__":
+    leaving(main)

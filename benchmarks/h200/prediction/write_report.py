@@ -16,11 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import judge
 import numpy as np
 from judge import Data, Errors
-from kept import HERE, RESULTS, Kept
+from kept import HERE, RESULTS, Kept, leaving
 from markdown_pieces import ms, pct, signed, table, where
 from shown import summary, targets
 from shown_delays import delays
 from shown_ops import ops
+
+from moegen.graph.files import write_text
 
 REPORT = HERE / "REPORT.md"
 # Errors of the mean and of the median step that differ by more are explained.
@@ -267,7 +269,11 @@ def _failed(failed: list[Data]) -> list[str]:
     return ["## Points that failed", "", *lines, ""]
 
 
-if __name__ == "__main__":
-    REPORT.write_text(report(), encoding="utf-8")
+def main() -> None:
+    write_text(REPORT, report(), "the report")
     if (kept := Kept()).predicted is not None and kept.predicted["points"]:
         print(f"README.md, Status: {summary(kept)}.")
+
+
+if __name__ == "__main__":
+    leaving(main)
