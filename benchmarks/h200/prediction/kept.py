@@ -109,6 +109,12 @@ class Kept:
         return _read(self.folder / "profile_notes.json", self._again)
 
     @cached_property
+    def others(self) -> Data | None:
+        """``measurements`` whose raw data are not kept, for what they found, and what is to be said
+        ``since`` of the one that is."""
+        return _read(self.folder / "others.json", "it is written by hand")
+
+    @cached_property
     def predicted(self) -> Data | None:
         return _read(self.folder / "predicted.json", f"run predict.py {self.folder}")
 

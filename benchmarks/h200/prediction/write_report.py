@@ -47,6 +47,7 @@ def report(folder: Path = RESULTS) -> str:
     lines += [
         *_setting(kept),
         *targets(kept),
+        *_others(kept),
         *_definition(),
         *_errors(points),
         *_points(points),
@@ -75,6 +76,34 @@ def _setting(kept: Kept) -> list[str]:
     )
     lines += ["", *(f"- the profile notes: {note}" for note in kept.notes["notes"]), ""]
     return lines
+
+
+def _others(kept: Kept) -> list[str]:
+    """Whole measurements of which the raw data are not kept, for what they found."""
+    if kept.others is None:
+        return []
+    rows = [
+        [
+            str(r["seed"]),
+            r["date"],
+            pct(r["step_median"]),
+            pct(r["step_worst"]),
+            pct(r["per_op"]),
+            f"{r['slopes_within']} of {r['slopes']}",
+            r["why"],
+        ]
+        for r in kept.others["measurements"]
+    ]
+    return [
+        "## Other measurements",
+        "",
+        "Machines of one kind differ, and so do points that are drawn anew. These were made since, "
+        "of other seeds, on other machines, with the code of their day, and missed more: one "
+        "measurement that meets all targets does not say that every one will. What has been "
+        "mended since is not measured yet. " + kept.others["since"],
+        "",
+        *table("seed | date | step, median | worst | per op | slopes within 20% | why", rows),
+    ]
 
 
 def _definition() -> list[str]:
