@@ -128,3 +128,26 @@ def test_experts_count_where_nearly_all_have_tokens(graph):
 
 def test_of_no_steps_nothing_is_told(graph):
     assert InStep(graph, []).spans([first(graph, "expert")]) == NOTHING
+
+
+def test_what_copies_lose_beside_the_cpus_attention(graph):
+    copy, attend, fetch = (first(graph, op) for op in ("copy_expert", "attn_cpu", "fetch_kv"))
+    rate = attend.work.host_bytes / 2.0  # at its fastest it would take 2 s
+    times = [
+        ran(copy, 0.0, 1.0),
+        ran(copy, 1.0, 1.0),
+        ran(copy, 10.0, 1.5),  # all of it beside attention
+        ran(copy, 12.0, 1.2),  # for a half
+        ran(copy, 20.0, 9.0),  # beside KV too
+        ran(copy, 40.0, 3.0),  # beside attention that something else binds
+        ran(attend, 9.0, 3.6),
+        ran(attend, 19.0, 4.0),
+        ran(attend, 39.0, 5.0),
+        ran(fetch, 20.0, 5.0),
+    ]
+    lost_s, beside_s = InStep(graph, times).slowed_copies(rate)
+    assert (lost_s, beside_s) == (pytest.approx(0.5 + 0.2), pytest.approx(1.5 + 0.6))
+    # Without any that is undisturbed nobody knows what one takes.
+    assert InStep(graph, times[1:]).slowed_copies(rate) == (0.0, 0.0)
+    assert InStep(graph, times[:2]).slowed_copies(rate) == (0.0, 0.0)
+    assert InStep(graph, []).slowed_copies(rate) == (0.0, 0.0)

@@ -21,6 +21,7 @@ from moegen.exec.in_step import Spans  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
+from moegen.exec.told import Told  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
 from moegen.graph.task import Lane  # noqa: E402
 
@@ -265,7 +266,8 @@ def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monke
     gc.disable()
     try:
         agenda = Agenda(points, time.perf_counter() + 60)
-        found = list(table._timed(engine.machinery, agenda, [], [], []))
+        machine = mg.HardwareSpec.from_name("h200")
+        found = list(table._timed(engine.machinery, agenda, [], Told(), machine))
     finally:
         gc.enable()
     assert {t.task.id.op for t in found} == {"expert", "pre_attn"}

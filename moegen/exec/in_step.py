@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moegen.exec.issue import Times
-from moegen.graph.task import Lane, Task, TaskGraph, TaskId
+from moegen.graph.task import Lane, Task, TaskGraph, TaskId, Work
 
 # Fewer say nothing of an op.
 LEAST = 2
@@ -20,6 +20,8 @@ _DISTURBS = frozenset({Lane.CPU, Lane.KV})
 _UNDISTURBED = 0.02
 # A task is alone, or beside others, if nearly all of it is.
 _NEARLY = 0.1
+# Attention this fast, of what it can read, is bound by reading.
+_FAST = 0.5
 # Experts without tokens do nothing, and the others have theirs: not what the graph says.
 _MOST_IDLE = 0.1
 
@@ -54,6 +56,7 @@ class InStep:
     """
 
     def __init__(self, g: TaskGraph, times: Iterable[Times]) -> None:
+        self._g = g
         self._ran: dict[TaskId, list[Times]] = defaultdict(list)
         busy: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
         for t in times:
@@ -93,6 +96,45 @@ class InStep:
                 alone, copies = self._apart(alone, Lane.BULK)
         return Spans(_seconds(alone), _seconds(crowded), _seconds(copies))
 
+    def slowed_copies(self, attends_bytes_per_s: float) -> tuple[float, float]:
+        """What copies of weights lost beside the CPU's attention, and for how long they were beside
+        it.
+
+        Attention counts that reads host memory at half of its rate or faster: what binds the rest
+        is something else. Copies that KV crossed beside do not count, nor sizes of which none was
+        undisturbed.
+
+        Parameters
+        ----------
+        attends_bytes_per_s : float
+            What the CPU's attention reads of host memory where nothing else binds it.
+        """
+        reads: list[tuple[float, float]] = []
+        copies: dict[Work, list[Times]] = defaultdict(list)
+        for task in self._g:
+            if task.work is None:
+                continue
+            ran = [t for t in self._ran[task.id] if t.worked]
+            if task.lane is Lane.BULK:
+                copies[task.work] += ran
+            elif task.lane is Lane.CPU:
+                most_s = task.work.host_bytes / (_FAST * attends_bytes_per_s)
+                reads += [(t.start_s, t.end_s) for t in ran if _took(t) <= most_s]
+        reading = np.array(reads).reshape(-1, 2).T
+        lost_s = beside_s = 0.0
+        for times in copies.values():
+            apart = [t for t in times if self._beside(t, {Lane.KV}) <= _UNDISTURBED]
+            alone = [_took(t) for t in apart if self._beside(t, {Lane.CPU}) <= _UNDISTURBED]
+            if len(alone) < LEAST:
+                continue
+            for t in apart:
+                both_s = _overlap_s(t, reading)
+                others = self._beside(t, {Lane.CPU}) - both_s / _took(t)
+                if both_s > 0 and others <= _UNDISTURBED:
+                    beside_s += both_s
+                    lost_s += _took(t) - float(np.median(alone))
+        return lost_s, beside_s
+
     def _apart(self, times: Sequence[Times], lane: Lane) -> tuple[list[Times], list[Times]]:
         """Those that were nearly alone, and those nearly all the time beside a lane at work."""
         beside = [self._beside(t, {lane}) for t in times]
@@ -105,13 +147,20 @@ class InStep:
 
     def _beside(self, t: Times, lanes: Collection[Lane]) -> float:
         """For what part of a task these lanes were at work; two at once count twice."""
-        beside_s = 0.0
-        for lane in lanes:
-            start, end = self._busy[lane]
-            both = np.minimum(end, t.end_s) - np.maximum(start, t.start_s)
-            beside_s += float(both.clip(min=0).sum())
-        return beside_s / (t.end_s - t.start_s)
+        beside_s = sum(_overlap_s(t, self._busy[lane]) for lane in lanes)
+        return beside_s / _took(t)
+
+
+def _overlap_s(t: Times, spans: np.ndarray) -> float:
+    """For how long these spans, shape [2, n], are beside a task."""
+    start, end = spans
+    both = np.minimum(end, t.end_s) - np.maximum(start, t.start_s)
+    return float(both.clip(min=0).sum())
+
+
+def _took(t: Times) -> float:
+    return t.end_s - t.start_s
 
 
 def _seconds(times: Sequence[Times]) -> list[float]:
-    return [t.end_s - t.start_s for t in times] if len(times) >= LEAST else []
+    return [_took(t) for t in times] if len(times) >= LEAST else []

@@ -127,6 +127,10 @@ class OpBench:
         """What each kind of task, of all ops, took of the issuing thread in the steps that ran."""
         return list(handed_over(self.graph, self.records))
 
+    def slowed_copies(self, attends_bytes_per_s: float) -> tuple[float, float]:
+        """See `InStep.slowed_copies`; nothing where lanes share the cores."""
+        return self._in_step.slowed_copies(attends_bytes_per_s)
+
     def work(self, tasks: Sequence[Task]) -> Callable[[], None]:
         """What runs one of ``tasks`` after the other, each call the next."""
         turn = itertools.cycle(tasks)

@@ -18,8 +18,6 @@ from moegen.exec.bulk import bulk_copies
 from moegen.exec.company import company
 from moegen.exec.engine import Engine
 from moegen.exec.families import family_for
-from moegen.exec.host_code import Handed
-from moegen.exec.issue import Times
 from moegen.exec.lanes import forget_gpu_memory
 from moegen.exec.loading import checked_device
 from moegen.exec.neighbours import Neighbours
@@ -37,6 +35,7 @@ from moegen.exec.op_points import (
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
 from moegen.exec.timing import Bench
+from moegen.exec.told import Told, as_in_steps
 from moegen.exec.waits import latencies
 from moegen.graph.checks import number
 from moegen.graph.curve import Curve
@@ -131,8 +130,7 @@ def measure_table(
     say("copies by size")
     alike = list(bulk_copies(device, _SPAN_S))  # whichever model's they are
     found: list[Curve] = []
-    records: list[Sequence[Times]] = []
-    all_handed: list[Handed] = []
+    told: list[Told] = []
     last_s = began + budget_s - _REST_S
     for i, model in enumerate(parts):
         now = time.perf_counter()
@@ -147,11 +145,11 @@ def measure_table(
                 Agenda(decode_points(model, on_gpu=on_gpu), decode_s),
                 Agenda(prefill_points(model, on_gpu=on_gpu), until_s),
             ]
-            handed: list[Handed] = []
+            told.append(Told())
             timed = [
                 t
                 for agenda in agendas
-                for t in _timed(engine.machinery, agenda, notes, records, handed)
+                for t in _timed(engine.machinery, agenda, notes, told[-1], machine)
             ]
             kind = engine.cpu_attention
         source = f"measured: the executor's kernels at the widths of {model.name}, {kind}"
@@ -162,14 +160,13 @@ def measure_table(
                 f"roofline goes on from what was measured"
             )
         alike += [t for t in timed if t.task.id.op in _ALIKE]
-        all_handed += handed
-        found += curves([t for t in timed if t.task.id.op not in _ALIKE], handed, source)
+        others = [t for t in timed if t.task.id.op not in _ALIKE]
+        found += curves(others, told[-1].handed, source)
     names = ", ".join(model.name for model in parts)
-    found += curves(
-        alike, all_handed, f"measured: the executor's copies, of weights and tables of {names}"
-    )
+    source = f"measured: the executor's copies, of weights and tables of {names}"
+    found += curves(alike, [h for of in told for h in of.handed], source)
     say("lanes beside one another")
-    beside = company(device, dtype)
+    beside = as_in_steps(company(device, dtype), told)
     if device.type == "cuda":
         forget_gpu_memory(device)
     took_s = time.perf_counter() - began
@@ -189,7 +186,7 @@ def measure_table(
         curves=tuple(_distinct(found)),
         peaks={},
         company=tuple(beside),
-        latencies=latencies(records, on_gpu=device.type == "cuda"),
+        latencies=latencies([r for of in told for r in of.records], on_gpu=device.type == "cuda"),
     )
 
 
@@ -202,15 +199,15 @@ def _timed(
     machinery: Machinery,
     agenda: Agenda,
     notes: list[str],
-    records: list[Sequence[Times]],
-    handed: list[Handed],
+    told: Told,
+    machine: HardwareSpec,
 ) -> Iterator[Timed]:
     model = machinery.family.spec
     with Bench(machinery.device) as bench:
         for point in agenda:
             try:
                 # In a function of its own: its buffers are gone before the next point makes some.
-                for timed in _of_point(point, machinery, bench, records, handed):
+                for timed in _of_point(point, machinery, bench, told, machine):
                     if timed.seconds > _LONGEST_S:
                         agenda.too_large(point)
                     yield timed
@@ -223,17 +220,11 @@ def _timed(
 
 
 def _of_point(
-    point: Point,
-    machinery: Machinery,
-    bench: Bench,
-    records: list[Sequence[Times]],
-    handed: list[Handed],
+    point: Point, machinery: Machinery, bench: Bench, told: Told, machine: HardwareSpec
 ) -> Iterator[Timed]:
     uncached = "attn_cpu" in point.ops
     with op_bench(point.graph, machinery, bench, steps=point.steps, uncached=uncached) as ops:
-        records.append(ops.records)
-        tells = point.tells
-        handed += [h for h in ops.handed_over() if h.task.id.op in tells]
+        told.add(ops, point.tells, float(machine.cpu_attn_bytes_per_s))
         for op in point.ops:
             yield from ops.time(op, _SPAN_S)
 
