@@ -13,7 +13,7 @@ from moegen.graph.run_memory import run_ledger
 from moegen.graph.shape import Shape
 from moegen.graph.task import TaskGraph
 from moegen.sim.changes import Change
-from moegen.sim.corrected import correct
+from moegen.sim.corrected import FAR, correct
 from moegen.sim.cost import CostModel
 from moegen.sim.other_machine import OtherMachine, machine_of
 from moegen.sim.rebuilt import rebuilt
@@ -188,7 +188,7 @@ def what_ifs(
     rows = []
     for change in changes:
         row = {"question": ", ".join(f"{k} {v}" for k, v in change.items())}
-        row |= {"misfit": "", "doubt": run.cost.doubt, "error": ""}
+        row |= {"misfit": "", "doubt": run.doubt, "error": ""}
         row |= {"base_s": run.base_s, "measured_s": measured.period_s}
         try:
             told = run.ask(change)
@@ -214,6 +214,10 @@ class _Run:
         self.cost = correct(cost, measured)
         self.steps = len(measured.steps)
         self.base_s = rerun(measured.graph, measured.shapes, self.steps, self.cost).period_s
+        self.doubt = self.cost.doubt
+        if not self.doubt and abs(off := _off(self.base_s, measured.period_s)) > FAR:
+            how = f"{abs(off):.0%} {'less' if off < 0 else 'more'}"
+            self.doubt = f"replayed, a step takes {how} than it did, which no answer has in it"
 
     def ask(self, asked: Mapping[str, Any]) -> WhatIf:
         change, g = Change.of(asked), self.measured.graph
@@ -244,7 +248,7 @@ class _Run:
             predicted=predicted,
             ledger=ledger,
             misfit=misfit,
-            doubt=self.cost.doubt,
+            doubt=self.doubt,
         )
 
     def _room(self, g: TaskGraph, shapes: Sequence[Shape]) -> tuple[Ledger | None, str]:

@@ -108,9 +108,14 @@ def test_what_the_replay_leaves_out_is_said():
     told = mg.what_if(real, ROOF, link="x2")
     assert (told.measured_s, round(told.base_s, 9)) == (3.0, 2.0)
     said = "link twice as fast: 2.00 s -> 1.00 s, -50%; measured 3.00 s, replayed 2.00 s, -33%"
+    # So much of a step that the answer is none.
+    doubt = "replayed, a step takes 33% less than it did, which no answer has in it"
+    assert told.doubt == doubt
+    said += f"; not to be trusted: {doubt}"
     assert str(told) == said and repr(told) == f"<WhatIf {said}>"
+    assert mg.what_ifs(real, ROOF, [{"link": "x2"}])["doubt"].tolist() == [doubt]
     title = mg.plot.what_ifs(mg.what_ifs(real, ROOF, [{"link": "x2"}])).get_title("left")
-    assert title == "What changes would do to a step of 2.00 s, measured 3.00 s"
+    assert title == "What changes would do to a step of 2.00 s, measured 3.00 s: not to be trusted"
     same = mg.what_ifs(by_hand([2.0] * 4, [1.0] * 4), ROOF, [{"link": "x2"}])
     assert mg.plot.what_ifs(same).get_title("left").endswith("a step of 2.00 s")
 
