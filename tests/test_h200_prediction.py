@@ -176,13 +176,20 @@ def test_what_was_not_measured_is_not_met(scripts, tmp_path):
     assert "Nothing has been predicted yet." in text
 
 
-def test_results_are_not_written_over_by_half_a_measurement(scripts, tmp_path):
+RUN = {"name": "decode-1-0", "timeline": "decode-1-0.json.gz"}
+
+
+def half_measured(scripts, tmp_path):
+    """Where a run was measured whose timeline is not there, a results folder, and what is in it."""
     raw, folder = tmp_path / "raw", tmp_path / "results"
     raw.mkdir()
     shutil.copytree(scripts.kept.RESULTS, folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    run = {"name": "decode-1-0", "timeline": "decode-1-0.json.gz"}
-    (raw / "measured.json").write_text(json.dumps({"points": [run], "failed": []}))
+    (raw / "measured.json").write_text(json.dumps({"points": [RUN], "failed": []}))
+    return raw, folder, {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_results_are_not_written_over_by_half_a_measurement(scripts, tmp_path):
+    raw, folder, before = half_measured(scripts, tmp_path)
     with pytest.raises(mg.InvalidInput, match=r"decode-1-0.json.gz, the timeline of decode-1-0"):
         scripts.kept.keep(raw, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -272,14 +279,9 @@ def test_results_that_are_cut_short_are_named(scripts, tmp_path):
 def test_a_measured_timeline_that_is_cut_short_is_named(scripts, tmp_path):
     import gzip
 
-    raw, folder = tmp_path / "raw", tmp_path / "results"
-    raw.mkdir()
-    shutil.copytree(scripts.kept.RESULTS, folder)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    run = {"name": "decode-1-0", "timeline": "decode-1-0.json.gz"}
-    (raw / "measured.json").write_text(json.dumps({"points": [run], "failed": []}))
+    raw, folder, before = half_measured(scripts, tmp_path)
     for data in (gzip.compress(b"{}" * 999)[:-9], b"{}", gzip.compress(b"{")):
-        (raw / run["timeline"]).write_bytes(data)
+        (raw / RUN["timeline"]).write_bytes(data)
         with pytest.raises(mg.InvalidInput, match=r"decode-1-0.json.gz cannot be read: .*: run me"):
             scripts.kept.keep(raw, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

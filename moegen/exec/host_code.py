@@ -79,11 +79,10 @@ def handed_over(g: TaskGraph, times: Iterable[Times]) -> Iterator[Handed]:
 
 
 def _handed(task: Task, times: list[Times]) -> Handed:
-    of, late = _usual, [t for t in times if t.late]
-    if task.id.expert >= 0 or task.id.microbatch >= 0:
-        late = []  # it is one of several
+    one_of_several = task.id.expert >= 0 or task.id.microbatch >= 0
+    told_by_late = task.id.phase == "decode" and not one_of_several
+    of, late = _usual, [t for t in times if t.late and told_by_late]
     if task.id.phase == "prefill":
-        late = []
         soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
         times, of = (soon, _usual) if soon else (times, _unblocked)
     elif len(late) >= LEAST:
