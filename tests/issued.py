@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moegen.errors import DeadlockError
 from moegen.exec.issue import Issuer
-from moegen.graph.latencies import Latencies
+from moegen.graph.latencies import BINDS, Latencies, Rest
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.scaled import Wrapped
@@ -99,7 +99,12 @@ class _OnVirtualClock(Issuer):
 
     def _issue(self, q, stream, task, step, began) -> None:
         lanes = self.lanes
-        lanes.now_s += lanes.turn_s.get(task.id, 0.0)
+        if lanes.now_s > lanes.done_s:
+            lanes.rest.rested(lanes.now_s - lanes.done_s)
+        cold = 0.0 if task.id.op in BINDS else lanes.rest.cold
+        lanes.slower = 1 + lanes.latencies.rested_issue * cold
+        slower = 1 + lanes.latencies.rested_turn * cold
+        lanes.now_s += lanes.turn_s.get(task.id, 0.0) * slower
         if task.lane is not Lane.CPU and lanes.issue_s[task.id]:
             begins_s = lanes.now_s + lanes.latencies.issue_to_start_s
             stream.free_s = max(stream.free_s, begins_s)
@@ -107,6 +112,8 @@ class _OnVirtualClock(Issuer):
             stream.free_s = max(stream.free_s, stream.before_s + lanes.latencies.gpu_to_gpu_s)
         super()._issue(q, stream, task, step, began)
         stream.before_s = stream.free_s
+        lanes.rest.handed_over()
+        lanes.done_s = lanes.now_s
 
     def _rest(self, quiet, streams) -> None:
         lanes = self.lanes
@@ -143,6 +150,7 @@ class VirtualLanes:
         self._kernels = _Kernels(self, needs_step)
         self.issue_s, self.latencies = issue_s, latencies
         self.now_s, self.moments = 0.0, set()
+        self.rest, self.done_s, self.slower = Rest(), 0.0, 1.0  # of the task that is handed over
 
     def run(self, steps: int) -> dict[TaskId, tuple[float, float]]:
         """Start and end of each task of each step."""
@@ -183,5 +191,5 @@ class _Kernels:
     def run(self, task: Task, index: int, step: object) -> None:
         lanes, stream = self.lanes, self.lanes.streams[task.lane]
         start_s = max(stream.free_s, lanes.now_s)
-        lanes.now_s += lanes.issue_s[task.id]
+        lanes.now_s += lanes.issue_s[task.id] * lanes.slower
         stream.free_s = max(start_s + lanes.seconds[task.id], lanes.now_s)

@@ -487,7 +487,7 @@ def test_in_each_situation_other_things_bind(scripts):
         ops = situation.held_back(g)
         assert situation.ops is None or set(ops) == set(situation.ops)
         # Where steps are short, enough of them that a disturbed one does not show.
-        assert not situation.kept or (situation.steps, situation.rounds) == (9, 3)
+        assert not situation.kept or (situation.steps, situation.rounds) == (9, 4)
         df = mg.delay_slopes(g, cost, ops, share=situation.share)
         binding[situation.name] = set(df["op"][df["binds"]])
         held |= set(ops)

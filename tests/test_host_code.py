@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 
 from moegen.exec.host_code import Handed, HostCode, handed_over  # noqa: E402
 from moegen.exec.issue import Times  # noqa: E402
+from moegen.graph.latencies import Latencies  # noqa: E402
 from moegen.graph.ops import OPS  # noqa: E402
 from moegen.graph.task import Task, TaskGraph, TaskId, Work  # noqa: E402
 
@@ -28,7 +29,7 @@ def ran(of, issue_s, *, starts_s, lasts_s=1.0):
 
 
 def told(of, *times):
-    (found,) = handed_over(TaskGraph((of,), ()), times)
+    (found,) = handed_over(TaskGraph((of,), ()), times, Latencies())
     return found
 
 
@@ -47,7 +48,7 @@ def test_of_a_step_tasks_tell_that_worked_and_their_lane_waited_for(op):
     assert (found.issue_s, found.times) == (pytest.approx(second), 3)
     assert found.late == (op == "route")
     assert not told(of, *early, late[0]).late  # one is not enough
-    assert not list(handed_over(TaskGraph((of,), ()), idle))
+    assert not list(handed_over(TaskGraph((of,), ()), idle, Latencies()))
 
 
 @pytest.mark.parametrize("several", [{"expert": 0}, {"microbatch": 0}])
@@ -76,7 +77,7 @@ def test_tasks_of_one_kind_are_told_together_and_others_apart():
     same, other = task("expert", layer=1), task("expert", tokens=9.0, layer=2)
     graph = TaskGraph((task("expert"), same, other, Task(TaskId("combine", "decode"), "GPU")), ())
     times = [ran(t, s, starts_s=9.0) for t, s in zip(graph, (1.0, 3.0, 7.0, 5.0), strict=True)]
-    found = list(handed_over(graph, times))
+    found = list(handed_over(graph, times, Latencies()))
     assert [(h.issue_s, h.times) for h in found] == [(2.0, 2), (7.0, 1)]
 
 

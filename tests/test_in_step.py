@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from small_models import mixtral
 
@@ -105,6 +106,23 @@ def test_new_kv_that_shares_the_link_with_queries_does_not_count(graph):
     assert InStep(graph, times).spans([send]) == NOTHING  # all of it beside new KV, and once only
 
 
+def test_prompts_attention_counts_with_their_new_kv_beside_it():
+    """Which goes down at the same time in any wave: it is no crowd, nor is there any without."""
+    s = mg.Strategy(B=8, b_a=4, b_e=64, s_expert=4 * MODEL.expert_bytes)
+    wave = mg.build(MODEL, s, "prefill", prompt_len=16)
+    attend, append = first(wave, "attn_prefill"), first(wave, "append_kv")
+    assert append.lane is Lane.KV
+    spans = [(1.0, 0.5), (2.0, 0.75), (3.0, 1.0), (5.0, 1.5)]
+    down = [ran(append, 1.0, 1.0), ran(append, 2.0, 0.25), ran(append, 5.0, 2.0)]
+    times = [*(ran(attend, *span) for span in spans), *down]
+    times.append(ran(attend, 8.0, 9.0, issued_s=8.5))  # still being launched
+    assert InStep(wave, times).spans([attend]) == ([0.5, 0.75, 1.0, 1.5], [], [])
+    # Another kernel that ran as they did: one alone, two in the crowd, and one in between.
+    other = first(wave, "post_attn")
+    others = [*(ran(other, *span) for span in [*spans, (4.0, 0.5)]), *down]
+    assert InStep(wave, others).spans([other]) == ([1.0, 0.5], [0.5, 1.5], [])
+
+
 @pytest.mark.parametrize("op", ["copy_counts", "send_qkv"])
 def test_small_transfers_are_told_apart_by_copies_of_weights(graph, op):
     small, copy = first(graph, op), first(graph, "copy_expert")
@@ -128,6 +146,28 @@ def test_experts_count_where_nearly_all_have_tokens(graph):
 
 def test_of_no_steps_nothing_is_told(graph):
     assert InStep(graph, []).spans([first(graph, "expert")]) == NOTHING
+
+
+def test_what_copies_and_fetched_kv_move_together_and_copies_alone(graph):
+    copy, fetch, attend = (first(graph, op) for op in ("copy_expert", "fetch_kv", "attn_cpu"))
+    weights, kv = copy.work.h2d_bytes, fetch.work.h2d_bytes
+    assert weights > 0 and kv > 0
+    times = [
+        ran(copy, 0.0, 1.0),
+        ran(copy, 1.0, 1.5),
+        ran(copy, 10.0, 3.0),  # all of it beside KV
+        ran(fetch, 10.0, 1.0),
+        ran(fetch, 11.0, 2.0),
+        ran(copy, 20.0, 4.0),  # for a half
+        ran(fetch, 22.0, 7.0),
+        ran(copy, 40.0, 5.0),  # with KV beside the CPU's attention
+        ran(fetch, 40.0, 5.0),
+        ran(attend, 40.0, 5.0),
+        ran(copy, 50.0, 1e-4),  # too short to tell
+    ]
+    moved = InStep(graph, times).shared_link()
+    assert moved == pytest.approx(np.array([[2 * weights, 2.5], [weights, 3.0], [2 * kv, 3.0]]))
+    assert not InStep(graph, []).shared_link().any()
 
 
 def test_what_copies_lose_beside_the_cpus_attention(graph):

@@ -4,12 +4,14 @@ a clock that does not move by itself."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from issued import Issued, VirtualLanes, fixed
 import moegen as mg
 from moegen.errors import DeadlockError, InvalidInput
 from moegen.graph.ahead import MOST_AHEAD
-from moegen.graph.latencies import Latencies
+from moegen.graph.latencies import Latencies, Rest
 from moegen.graph.task import Edge, EdgeKind, Lane, TaskGraph
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import run_lanes, simulate
@@ -273,6 +275,81 @@ def test_what_is_empty_is_handed_over_too():
     }
 
 
+# Of a rest of 7 ms, ln 8 cold, handing over takes 1 + 3 times as long and what is before it 1 + 6;
+# of the next task 1 + 1 and 1 + 2 times.
+RESTED = Latencies(rested_issue=1 / math.log(2), rested_turn=2 / math.log(2))
+
+
+def after_a_rest(latencies: Latencies, ms: float = 7, op: str = "a") -> dict:
+    """Three tasks, handed over when a copy of so many ms has ended: starts and ends in ms."""
+    graph = TaskGraph(
+        (task("copy", "ACT"), task(op, "GPU"), task("b", "GPU"), task("c", "GPU")),
+        (host("copy", op),),
+    )
+    takes = {"copy": ms * 1e-3, op: 1e-3, "b": 1e-3, "c": 1e-3}
+    ran = times(simulate(graph, fixed(takes, 1e-3, latencies, turn_s=5e-4)))
+    return {of: pytest.approx((1e3 * start, 1e3 * end)) for of, (start, end) in ran.items()}
+
+
+def test_a_thread_that_has_rested_is_slower_for_a_few_tasks():
+    # The copy is handed over from 0.5 to 1.5, by a warm thread, and ends at 8.5. Then a from
+    # 8.5 + 3.5 on for 4; b from 16 + 1.5 on for 2; c, for a ninth, from 19.5 + 5/6 on for 4/3.
+    assert after_a_rest(RESTED) == {
+        "copy": (0.5, 8.5),
+        "a": (12.0, 16.0),
+        "b": (17.5, 19.5),
+        "c": (19.5 + 5 / 6, 19.5 + 5 / 6 + 4 / 3),
+    }
+    # Noticing late is resting: 6.5 ms and 0.5.
+    late = after_a_rest(replace(RESTED, gpu_to_host_s=5e-4), ms=6.5)
+    assert late["a"] == (12.0, 16.0)
+    # Each has its own factor.
+    assert after_a_rest(replace(RESTED, rested_turn=0.0))["a"] == (9.0, 13.0)
+    assert after_a_rest(replace(RESTED, rested_issue=0.0))["a"] == (12.0, 13.0)
+
+
+def test_a_rest_that_costs_nothing_changes_nothing():
+    warm = {"copy": (0.5, 8.5), "a": (9.0, 10.0), "b": (10.5, 11.5), "c": (12.0, 13.0)}
+    assert after_a_rest(Latencies()) == warm
+
+
+@pytest.mark.parametrize("op", ["copy_rows", "embed"])
+def test_what_binds_a_step_is_no_slower_and_wakes_the_thread(op):
+    # b is as after any other: the second after the rest.
+    ran = after_a_rest(RESTED, op=op)
+    assert (ran[op], ran["b"]) == ((9.0, 10.0), (11.5, 13.5))
+
+
+def test_of_several_rests_the_one_counts_that_is_felt_the_most():
+    graph = TaskGraph(
+        (task("copy", "ACT"), task("a", "ACT"), task("b", "ACT"), task("c", "ACT")),
+        (host("copy", "a"), host("a", "b"), host("b", "c")),
+    )
+    # a comes after a rest of 7 ms: from 8 on for 4. It ends 0.5 ms after that, but ln 1.5 is less
+    # than a third of ln 8: b is from 12.5 on for 2. It ends 3 ms after that, and ln 4 is more than
+    # a ninth of ln 8: c is from 17.5 on for 3.
+    takes = {"copy": 7e-3, "a": 5e-4, "b": 3e-3, "c": 1e-3}
+    ran = times(simulate(graph, fixed(takes, 1e-3, RESTED)))
+    assert {of: (1e3 * start, 1e3 * end) for of, (start, end) in ran.items()} == {
+        "copy": pytest.approx((0.0, 8.0)),
+        "a": pytest.approx((8.0, 12.5)),
+        "b": pytest.approx((12.5, 17.5)),
+        "c": pytest.approx((17.5, 21.5)),
+    }
+
+
+def test_a_thread_that_is_busy_all_the_time_is_never_slower():
+    graph = decode_in_small()
+    # Whatever it waits for has ended when it comes to that, step after step.
+    work = {"copy": 0.125, "rows": 0.125, "work": 0.125, "tokens": 0.0}
+    takes = {"copy": 2.0, "rows": 1.0, "work": 1.0}
+    ran = times(simulate(graph, fixed(work, takes, RESTED, turn_s=0.5), steps=3))
+    assert ran == times(simulate(graph, fixed(work, takes, turn_s=0.5), steps=3))
+    chain = TaskGraph(tuple(task(op, "GPU") for op in "abc"), ())
+    slow = times(simulate(chain, fixed({"a": 1, "b": 1, "c": 1}, 2.0, RESTED)))
+    assert slow == {"a": (0.0, 2.0), "b": (2.0, 4.0), "c": (4.0, 6.0)}
+
+
 def test_steps_of_different_shapes_take_different_times_of_the_thread():
     graph = mg.build(
         mg.ModelSpec.from_pretrained("olmoe-1b-7b").with_(n_layers=1),
@@ -364,9 +441,22 @@ def with_host_values(rng: np.random.Generator, graph: TaskGraph) -> TaskGraph:
     return replace(graph, edges=tuple(dict.fromkeys(edges)))
 
 
+class InWhole(Rest):
+    """So that times are whole: as cold as it rests long, up to 8, and half as cold after a task,
+    rounded down."""
+
+    __slots__ = ()
+
+    def rested(self, seconds: float) -> None:
+        self.cold = max(self.cold, min(seconds, 8.0))
+
+    def handed_over(self) -> None:
+        self.cold //= 2
+
+
 @settings(max_examples=300, deadline=None)
-@given(seed=seeds, steps=st.integers(1, 4))
-def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps):
+@given(seed=seeds, steps=st.integers(1, 4), costs=st.sampled_from([(0, 0), (1, 2), (3, 0)]))
+def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps, costs):
     rng = np.random.default_rng(seed)
     graph = with_host_values(rng, random_graph(rng))
     reads = {e.dst for e in graph.edges if e.reason.host}
@@ -376,13 +466,14 @@ def test_random_graphs_are_handed_over_as_the_executor_does(seed, steps):
     issue_s[graph.tasks[0].id] += 1  # at least one takes some
     turn_s = {t.id: float(rng.integers(0, 3)) for t in graph}
     late = rng.integers(0, 4, 5).astype(float).tolist()
-    latencies = Latencies(*late[:4], gpu_to_gpu_s=late[4])
+    latencies = Latencies(*late[:4], 0.0, late[4], *costs)
 
     def needs_step(t):
         return tells and not (t.lane is Lane.BULK and t.id not in reads)
 
     of = seconds, issue_s, turn_s, latencies, steps
-    assert simulated(graph, *of) == executed(graph, needs_step, *of)
+    with patch("moegen.sim.issuing.Rest", InWhole), patch("issued.Rest", InWhole):
+        assert simulated(graph, *of) == executed(graph, needs_step, *of)
 
 
 @pytest.mark.parametrize("fetch", ["all", "routed"])

@@ -20,6 +20,7 @@ from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.features import FEATURES, FEATURES_OF
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.latencies import Latencies
 from moegen.graph.ops import OPS
 from moegen.graph.profile_table import ProfileTable, profiles
 from moegen.graph.task import NO_WORK, Work
@@ -560,7 +561,12 @@ def test_a_file_gives_back_what_was_saved(path):
     assert again.curves[1] == EXPERT and again.company == COMPANY
     assert again.to_json() == path.read_text()
     odd = table(Curve(("embed",), {"gpu_bytes": (0.1, 1 / 3)}, (math.pi, 2e22 / 3), "made up"))
+    waits = Latencies(gpu_to_host_s=1e-5 / 3, rested_issue=0.35, rested_turn=7 / 3)
+    odd = dataclasses.replace(odd, latencies=waits)
     odd.save(path)
+    assert list(json.loads(path.read_text())["latencies"]) == [
+        "gpu_to_host_s", "rested_issue", "rested_turn",
+    ]  # fmt: skip
     assert ProfileTable.load(path) == odd
     dataclasses.replace(odd, curves=()).save(path)  # rates alone
     assert Measured(ProfileTable.load(path)).estimate(copied(10)).provenance == "roofline"
@@ -841,12 +847,12 @@ def test_it_has_all_that_its_models_do(name, phase):
             told = cost.estimate(t)
             assert told.provenance in ("measured", "interpolated"), t
             assert cost.spread(t) >= 0, t
-            # Handing combine over was always waiting in a full queue when that was measured.
-            assert told.issue_s > 0 or t.id[:2] == ("combine", "prefill"), t
+            assert told.issue_s > 0, t
 
 
 def test_it_agrees_with_what_other_scripts_measured():
-    """Bytes a second of the largest copies, gathers and CPU attention, alone: days differ."""
+    """Bytes a second of the largest copies and gathers, alone: days differ; and of the CPU's
+    attention, which a profile finds beside copies of weights."""
     rates = json.loads((RESULTS / "decode_bound.json").read_text())["rates_bytes_per_s"]
     best = dict.fromkeys(("copy_expert", "fetch_kv", "attn_cpu"), 0.0)
     for curve in ProfileTable.from_name("h200").curves:
@@ -854,8 +860,12 @@ def test_it_agrees_with_what_other_scripts_measured():
             for _, at, seconds in curve.points():
                 nbytes = at.get("h2d_bytes") or at["rows"] * at["bytes_per_row"]
                 best[op] = max(best[op], nbytes / seconds)
-    for op, lane in (("copy_expert", "weights"), ("fetch_kv", "gather"), ("attn_cpu", "attention")):
-        assert best[op] == pytest.approx(rates[lane][lane], rel=0.15), op
+    for op, lane, apart in (
+        ("copy_expert", "weights", 0.15),
+        ("fetch_kv", "gather", 0.15),
+        ("attn_cpu", "attention", 0.25),
+    ):
+        assert best[op] == pytest.approx(rates[lane][lane], rel=apart), op
 
 
 def test_the_catalogues_h200_gives_the_measured_rates_of_copies():

@@ -17,12 +17,14 @@ from small_models import deepseek, mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
+from moegen.exec.host_code import handed_over  # noqa: E402
 from moegen.exec.in_step import Spans  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.told import Told  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
+from moegen.graph.latencies import Latencies  # noqa: E402
 from moegen.graph.task import Lane  # noqa: E402
 
 pytestmark = pytest.mark.cpu
@@ -206,10 +208,90 @@ def test_steps_tell_what_a_kernel_takes_in_a_crowd(engine, bench, monkeypatch):
         assert (told.seconds, told.crowded_s) == (1.0, 4.0)
 
 
+@contextmanager
+def by_itself(engine, bench, monkeypatch, *, omega=0.5, crowded_s=5.0, spans=None):
+    """A GPU's steps, what is asked of its ops by themselves, and what these then take: 1 s alone,
+    2 s beside copies of weights."""
+    g = mg.build(engine.model, strategy(engine.model, 12, 6, omega, 1), kv_len=16)
+    with op_bench(g, engine.machinery, bench) as ops:
+        asked = []
+
+        def takes(tasks, span_s, beside):
+            asked.append(tuple(lane for lane, _ in beside))
+            seconds = {(): 1.0, (Lane.BULK,): 2.0, (Lane.BULK, Lane.KV): crowded_s}
+            return [seconds[asked[-1]]] * 2
+
+        monkeypatch.setattr(ops, "_by_itself", takes)
+        monkeypatch.setattr(ops, "_on_gpu", True)
+        if spans is not None:
+            monkeypatch.setattr(ops._in_step, "spans", lambda tasks: spans)
+        yield ops, asked
+
+
+WEIGHTS, ALL = (Lane.BULK,), (Lane.BULK, Lane.KV)
+
+
+@pytest.mark.parametrize(
+    ("op", "alone_s", "usual"), [("route", 2.0, [WEIGHTS]), ("copy_counts", 1.0, [(), WEIGHTS])]
+)
+def test_in_a_crowd_it_is_timed_beside_fetched_kv_too(
+    engine, bench, monkeypatch, op, alone_s, usual
+):
+    with by_itself(engine, bench, monkeypatch) as (ops, asked):
+        (told,) = ops.time(op, SPAN_S, True)
+        assert (told.seconds, told.crowded_s, asked) == (alone_s, 5.0, [*usual, ALL])
+        asked.clear()
+        (told,) = ops.time(op, SPAN_S)  # in none
+        assert (told.seconds, told.crowded_s, asked) == (alone_s, None, usual)
+
+
+@pytest.mark.parametrize("op", ["route", "copy_counts"])
+def test_what_steps_tell_is_longer_in_a_crowd_by_what_it_is_by_itself(
+    engine, bench, monkeypatch, op
+):
+    spans = Spans([1.5, 1.5], [], [2.5, 2.5])
+    with by_itself(engine, bench, monkeypatch, spans=spans) as (ops, asked):
+        (told,) = ops.time(op, SPAN_S, True)
+        # A kernel is beside copies of weights all the time; a small copy is timed without.
+        usual, takes_s = (WEIGHTS, 2.0) if op == "route" else ((), 1.0)
+        assert (told.seconds, told.crowded_s) == (1.5, 1.5 + (5.0 - takes_s))
+        assert asked == [ALL, usual]
+
+
+@pytest.mark.parametrize(("spans", "alone_s"), [(None, 2.0), (Spans([1.5] * 2, [], []), 1.5)])
+def test_nothing_is_faster_in_a_crowd(engine, bench, monkeypatch, spans, alone_s):
+    with by_itself(engine, bench, monkeypatch, crowded_s=1.75, spans=spans) as (ops, _):
+        (told,) = ops.time("route", SPAN_S, True)
+        assert told.seconds == told.crowded_s == alone_s
+
+
+def test_what_steps_tell_of_a_crowd_is_not_asked_again(engine, bench, monkeypatch):
+    spans = Spans([1.5, 1.5], [4.0, 4.0], [])
+    with by_itself(engine, bench, monkeypatch, spans=spans) as (ops, asked):
+        (told,) = ops.time("route", SPAN_S, True)
+        assert (told.seconds, told.crowded_s, asked) == (1.5, 4.0, [])
+
+
+def test_who_is_in_no_crowd(engine, bench, monkeypatch):
+    """Copies of weights, the CPU and who fetches KV; and nobody where none is fetched, or where
+    lanes share the cores."""
+    with by_itself(engine, bench, monkeypatch) as (ops, asked):
+        for op in ("copy_expert", "attn_cpu", "fetch_kv", "append_kv"):
+            assert {t.crowded_s for t in ops.time(op, SPAN_S, True)} == {None}, op
+        monkeypatch.setattr(ops, "_on_gpu", False)
+        assert [t.crowded_s for t in ops.time("route", SPAN_S, True)] == [None]
+        assert ALL not in asked
+    with by_itself(engine, bench, monkeypatch, omega=1.0) as (ops, asked):
+        assert not ops.tasks("fetch_kv")
+        for op in ("route", "copy_counts"):
+            assert [t.crowded_s for t in ops.time(op, SPAN_S, True)] == [None]
+        assert ALL not in asked
+
+
 def test_all_ops_of_a_step_tell_what_they_take_of_the_thread(engine, bench):
     """Not only those that are timed at its size: the thread's code is the same."""
     with op_bench(decode(engine), engine.machinery, bench) as ops:
-        told = {h.task.id.op: h for h in ops.handed_over()}
+        told = {h.task.id.op: h for h in handed_over(ops.graph, ops.records, Latencies())}
         assert set(told) == {t.id.op for t in ops.graph if t.work and not t.work.empty}
         assert all(h.issue_s > 0 and h.turn_s >= 0 and h.times >= 1 for h in told.values())
 

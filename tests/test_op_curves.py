@@ -145,11 +145,23 @@ def test_several_kernels_tell_what_a_task_does_once():
     assert few.once_s == 0.5 and [x for (x,) in few.seconds] == pytest.approx([0.75, 0.75, 9.0])
 
 
-def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell():
-    some = [product(n, n, crowded_s=c) for n, c in ((1, 1.5), (2, None), (4, 8.0), (8, 4.0))]
-    found = only(curves(some, SOURCE))
-    # One and a half times, twice, and no less than alone; elsewhere their median.
-    assert found.crowded == ((1.5,), (3.0,), (8.0,), (8.0,))
+@pytest.mark.parametrize(
+    "crowded_s, expected",
+    [
+        # On a line: a wait of 1, and each second alone takes one and a half.
+        ((2.5, None, 7.0, 13.0), (2.5, 4.0, 7.0, 13.0)),
+        ((2.5, 4.0, None, None), (2.5, 4.0, 7.0, 13.0)),
+        # What is longer alone waits no less: of 2 and 1 the mean.
+        ((3.0, 3.0, None, None), (3.0, 3.0, 5.5, 9.5)),
+        # One point tells a ratio. Noise is smoothed, and nothing takes less than alone.
+        ((None, 6.0, None, None), (3.0, 6.0, 12.0, 24.0)),
+        ((None, 6.0, None, 4.0), (1.0, 5.0, 5.0, 8.0)),
+    ],
+)
+def test_seconds_beside_zero_copy_are_of_all_points_where_some_tell(crowded_s, expected):
+    some = [product(n, n, crowded_s=c) for n, c in zip((1, 2, 4, 8), crowded_s, strict=True)]
+    found = only(curves(some, SOURCE)).crowded
+    assert [x for (x,) in found] == pytest.approx(expected)
     assert only(curves([product(1, 1.0)], SOURCE)).crowded is None
 
 
@@ -183,9 +195,9 @@ def test_what_is_slower_beside_others_is_so_at_each_point():
     ]
     found = only(curves(some, SOURCE))
     assert found.seconds == (1.0, 2.0, 4.0)
-    assert found.beside_copies == (2.0, 4.0, 8.0)
-    # The second was noise; elsewhere the median ratio, 2.75.
-    assert found.crowded == (3.5, 3.5, 11.0)
+    assert found.beside_copies == pytest.approx((2.0, 4.0, 8.0))
+    # The second was noise; each waits for 1.5 in the mean.
+    assert found.crowded == (3.5, 3.5, 5.5)
 
 
 @pytest.mark.parametrize("op, feature", [("copy_rows", "h2d_bytes"), ("embed", "gpu_bytes")])

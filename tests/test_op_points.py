@@ -21,7 +21,7 @@ MIB, GIB = 1 << 20, 1 << 30
 # Ops whose kernels are timed apart in prefill and decode.
 BOTH = {"embed", "pre_attn", "append_kv", "post_attn", "route", "expert", "combine", "lm_head",
         "sample"}  # fmt: skip
-DECODE_ROWS = (64, 1024, 1, 4096, 256, 16, 2048, 128)
+DECODE_ROWS = (64, 1024, 1, 4096, 256, 512, 16, 128, 2048)
 
 
 def catalogue(name):
@@ -94,8 +94,8 @@ def test_on_cpu_lanes_small_sizes_come_first():
     assert [p.size for p in grids["attention"]] == sorted(
         [4 * n * c for n, c in few] + [512 * 1536, 512 * 512, 512 * 64, 2048 * 64]
     )
-    assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 4096, 65536, 65536, 65536]
-    assert [p.size for p in grids["prompts"]] == 2 * [512] + 5 * [2048] + 7 * [16384]
+    assert [p.size for p in grids["prefill"]] == [64, 256, 1024, 4096, 16384] + 3 * [65536]
+    assert [p.size for p in grids["prompts"]] == 2 * [512] + 6 * [2048] + 7 * [16384]
     assert len(grids) == 4
     for p in grids["decode"]:
         assert p.graph.phase == "decode" and p.graph.shape.rows * 17 == p.size
@@ -103,7 +103,7 @@ def test_on_cpu_lanes_small_sizes_come_first():
 
 def test_beside_a_gpu_what_tells_most_comes_first():
     grids = found(mixtral(), on_gpu=True)
-    assert [p.size for p in grids["prefill"]] == [65536, 65536, 65536, 4096, 1024, 256, 64]
+    assert [p.size for p in grids["prefill"]] == 3 * [65536] + [16384, 4096, 1024, 256, 64]
     # The very ends of rows and context, before what is between them.
     four = grids["attention"][:4]
     at = {(p.graph.shape.rows // 4, p.graph.shape.past[0] + 1) for p in four}
@@ -121,9 +121,10 @@ def test_decode_steps_beside_a_gpu_have_kv_as_a_run_has():
     steps = found(mixtral(max_position_embeddings=16384), on_gpu=True)["decode"]
     rows, context = zip(*((p.graph.shape.rows, p.graph.shape.past[0]) for p in steps), strict=True)
     assert rows == DECODE_ROWS
-    assert context == (4096, 256, 4096, 64, 1024, 4096, 128, 2048)
+    assert context == (4096, 256, 4096, 64, 1024, 512, 4096, 2048, 128)
     short = found(mixtral(max_position_embeddings=300), on_gpu=True)["decode"]
-    assert [p.graph.shape.past[0] for p in short] == [299, 256, 299, 64, 299, 299, 128, 299]
+    contexts = [p.graph.shape.past[0] for p in short]
+    assert contexts == [299, 256, 299, 64, 299, 299, 299, 299, 128]
     for name in RUNNABLE:
         part = profiled_layers(catalogue(name))
         for p in found(part, on_gpu=True)["decode"]:
@@ -159,6 +160,28 @@ def test_products_of_busy_waves_are_of_several_sizes():
     assert launches[0] == 1 and launches == sorted(set(launches))
     # And of several numbers of rows, which are what lm_head and sample work on.
     assert [p.graph.shape.rows for p in large] == [1024, 256, 128]
+    # A wave that leaves a GPU time to cool has several products too: 16384 x 2 rows, 4 experts.
+    (cool,) = [p for p in found(mixtral(), on_gpu=True)["prefill"] if p.size == 16384]
+    assert max(t.work.launches for t in cool.graph if t.id.op == "expert") == 4
+    assert cool.graph.shape.rows == 64
+
+
+def test_only_steps_of_1024_rows_beside_a_gpu_are_a_crowd():
+    for model in SMALL.values():
+        crowds = [p for p in points(model, on_gpu=True) if p.crowd]
+        assert [(p.grid, p.graph.phase, p.graph.shape.rows) for p in crowds] == [
+            ("decode", "decode", 1024)
+        ]
+        # There is KV to be beside, and ops to be timed beside it.
+        assert any(t.id.op == "fetch_kv" for t in crowds[0].graph)
+        assert set(crowds[0].ops) & op_points.CROWDED_OPS
+        assert not any(p.crowd for p in points(model, on_gpu=False))
+
+
+def test_rows_are_sent_where_attention_is_timed():
+    grids = found(deepseek(), on_gpu=True)
+    timing = {grid for grid, of in grids.items() if any("send_qkv" in p.ops for p in of)}
+    assert timing == {"attention"} and all("send_qkv" in p.ops for p in grids["attention"])
 
 
 def test_experts_that_go_in_groups_are_timed_one_by_one_too():
@@ -281,9 +304,26 @@ def test_grids_share_the_time_evenly(clock):
     assert {taken.count(name) for name in "abc"} == {6, 7}
 
 
-def graphs(n):
+def test_whole_steps_have_half_as_much_time_again_as_other_grids(clock):
+    """Of 20 points, all as slow, 6 for each of two grids and 4 for each of the others."""
+    names = "attention", "decode", "prompts", "prefill"
+    agenda = Agenda((Point(g, ("expert",), name) for name, g in graphs(60, names)), 20.0)
+    taken = [p.grid for p in measured(agenda, clock, lambda n: 1.0)]
+    assert {name: taken.count(name) for name in names} == {
+        "decode": 6,
+        "prefill": 6,
+        "attention": 4,
+        "prompts": 4,
+    }
+    # And so all along: whenever the time ends, both have about their share.
+    for n in range(1, len(taken)):
+        done = [taken[:n].count(name) for name in names]
+        assert abs(done[1] - 1.5 * done[0]) <= 2 and abs(done[3] - 1.5 * done[2]) <= 2
+
+
+def graphs(n, names="abc"):
     g = mg.build(mixtral(), mg.Strategy(B=2, b_a=2, b_e=8), kv_len=8)
-    return [("abc"[i % 3], g) for i in range(n)]
+    return [(names[i % len(names)], g) for i in range(n)]
 
 
 def test_a_grid_ends_where_an_op_takes_too_long_and_others_go_on(clock):

@@ -12,7 +12,7 @@ from moegen.graph.task import Task, TaskGraph
 from moegen.sim.capacities import NOTHING, InUse
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.engine import simulate
-from moegen.sim.sharing import fair_speeds, fair_speeds_of_many
+from moegen.sim.sharing import fair_speeds, fair_speeds_of_many, speeds_of
 
 
 def units(loads: list[dict[str, float]], capacities: dict[str, float]) -> list[float]:
@@ -109,6 +109,37 @@ def test_many_sets_of_tasks_at_once_go_at_the_same_speeds():
     assert (speeds < 1).any(axis=1).sum() > 200
     light = np.full((2, 5, 3), 0.1)
     assert (fair_speeds_of_many(light, np.ones(3)) == 1.0).all()
+
+
+def beside(load, *others):
+    """How fast a task goes that keeps half of its speed beside a GPU's way to host memory in full
+    use, which others that keep all of theirs draw on."""
+    full = {"gpu": 10.0, "h2d": 50.0, "d2h": 50.0, "zero_copy": 50.0}
+    cost = CostModel.fixed({}, capacities=full)
+    speed, *rest = speeds_of([load, *others], cost, [{"zero_copy": 0.5}, *({} for _ in others)])
+    assert rest == [1.0] * len(others)  # there is enough of all
+    return speed
+
+
+WRITER, READER = {"zero_copy": 5.0, "d2h": 5.0}, {"zero_copy": 20.0, "h2d": 20.0}
+KERNEL = {"gpu": 1.0}
+
+
+def test_a_kernel_that_writes_to_host_memory_a_little_is_as_bad_for_others_as_one_that_does_a_lot():
+    assert beside(KERNEL, WRITER) == 0.5
+    assert beside(KERNEL, WRITER, READER) == 0.5
+    # One that only reads is half as bad at half of the way: 20 of 50 take 0.4 of the half.
+    assert beside(KERNEL, READER) == pytest.approx(0.8)
+    # It is a kernel's way: a copy engine that goes down is none, nor has it a part in another's.
+    assert beside(KERNEL, {"d2h": 5.0}) == 1.0
+    assert beside(KERNEL, READER, {"d2h": 5.0}) == pytest.approx(0.8)
+    assert beside(KERNEL) == beside({**KERNEL, **WRITER}) == 1.0  # nor is one beside itself
+
+
+@pytest.mark.parametrize("load", [{"d2h": 5.0}, {}, {"gpu": 0.0}])
+def test_what_is_no_kernel_loses_a_part_beside_one_that_writes_to_host_memory(load):
+    assert beside(load, WRITER) == pytest.approx(0.95)  # 5 of 50: a tenth of the half
+    assert beside(load, WRITER, READER) == pytest.approx(0.75)  # 25 of 50
 
 
 class TwoWay(CostModel):

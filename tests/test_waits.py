@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 from moegen.errors import InvalidInput  # noqa: E402
 from moegen.exec.issue import Times  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
-from moegen.graph.latencies import Latencies  # noqa: E402
+from moegen.graph.latencies import MOST_COLD, MOST_S, Latencies  # noqa: E402
 from moegen.graph.task import TaskId  # noqa: E402
 
 
@@ -52,6 +52,16 @@ def test_a_latency_is_a_moment(seconds):
         InvalidInput, match="latencies: gpu_to_cpu_s must be a finite number of at "
     ):
         Latencies(gpu_to_cpu_s=seconds)
+
+
+@pytest.mark.parametrize("name", ["rested_issue", "rested_turn"])
+@pytest.mark.parametrize("times", [-1e-9, float("nan"), 100.1, "cold"])
+def test_a_rest_costs_a_few_times_a_task(name, times):
+    with pytest.raises(InvalidInput, match=f"latencies: {name} must be a"):
+        Latencies(**{name: times})
+    # More than any moment lasts, for it is no time.
+    assert getattr(Latencies(**{name: MOST_COLD}), name) == 100.0 > MOST_S
+    assert getattr(Latencies(**{name: 0}), name) == 0.0
 
 
 def test_nothing_is_told_by_other_layers_or_none():

@@ -45,7 +45,7 @@ def profile(
             help="It may take about so long, if that is enough for one size of each operation "
             "(half a minute); the rest is left out.",
         ),
-    ] = 114,
+    ] = 118,
     as_json: Json = False,
 ) -> None:
     """Measure this machine: kernels and copies by size, and lanes beside one another.

@@ -1,4 +1,5 @@
-"""What handing tasks over takes of the issuing thread, as all steps that ran tell it together."""
+"""What handing tasks over takes of the issuing thread where it has not rested, as all steps that
+ran tell it together."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from scipy.optimize import isotonic_regression
 
 from moegen.exec.in_step import LEAST
 from moegen.exec.issue import Times
+from moegen.exec.rests import how_cold
 from moegen.graph.features import FEATURES, FEATURES_OF
+from moegen.graph.latencies import BINDS, Latencies
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 
 # Fewer kinds of tasks say nothing.
@@ -20,9 +23,6 @@ _LEAST_KINDS = 3
 _FAR_AHEAD_S, _UNBLOCKED = 0.02, 0.1
 # So many times the median is more than any state of the thread's makes of it.
 _HELD_UP = 3.0
-# Whose turn it is as soon as a step is known: binding one of many tokens drives the thread's code
-# out of the caches.
-_BINDS = frozenset({"copy_rows", "embed"})
 
 
 class Handed(NamedTuple):
@@ -50,7 +50,15 @@ class Handed(NamedTuple):
     late: bool
 
 
-def handed_over(g: TaskGraph, times: Iterable[Times]) -> Iterator[Handed]:
+class _Host(NamedTuple):
+    """What a task took of a warm thread, and as it ran."""
+
+    issue_s: float
+    turn_s: float
+    times: Times
+
+
+def handed_over(g: TaskGraph, times: Iterable[Times], latencies: Latencies) -> Iterator[Handed]:
     """Each kind of a graph's tasks, from steps of it.
 
     In decode of those that their lane waited for, if there are some: these make a step longer, and
@@ -64,11 +72,15 @@ def handed_over(g: TaskGraph, times: Iterable[Times]) -> Iterator[Handed]:
     g : TaskGraph
         Of one step, with a shape.
     times : iterable of Times
+    latencies : Latencies
+        What rests cost the thread, which is taken off.
     """
-    ran: dict[TaskId, list[Times]] = defaultdict(list)
-    for t in times:
+    ran: dict[TaskId, list[_Host]] = defaultdict(list)
+    for t, cold, _ in how_cold(times):
         if t.worked:
-            ran[t.task._replace(step=0)].append(t)
+            issue_s = (t.issued_s - t.issue_s) / (1 + latencies.rested_issue * cold)
+            turn_s = (t.issue_s - t.turned_s) / (1 + latencies.rested_turn * cold)
+            ran[t.task._replace(step=0)].append(_Host(issue_s, turn_s, t))
     kinds: dict[object, list[Task]] = defaultdict(list)
     for task in g:
         if task.work is not None and not task.work.empty:
@@ -78,20 +90,19 @@ def handed_over(g: TaskGraph, times: Iterable[Times]) -> Iterator[Handed]:
             yield _handed(tasks[0], of)
 
 
-def _handed(task: Task, times: list[Times]) -> Handed:
+def _handed(task: Task, ran: list[_Host]) -> Handed:
     one_of_several = task.id.expert >= 0 or task.id.microbatch >= 0
     told_by_late = task.id.phase == "decode" and not one_of_several
-    of, late = _usual, [t for t in times if t.late and told_by_late]
+    of, late = _usual, [x for x in ran if x.times.late and told_by_late]
     if task.id.phase == "prefill":
-        soon = [t for t in times if t.start_s - t.issue_s < _FAR_AHEAD_S]
-        times, of = (soon, _usual) if soon else (times, _unblocked)
+        soon = [x for x in ran if x.times.start_s - x.times.issue_s < _FAR_AHEAD_S]
+        ran, of = (soon, _usual) if soon else (ran, _unblocked)
     elif len(late) >= LEAST:
-        times = late
+        ran = late
     if task.lane is Lane.BULK:
         of, late = _unblocked, []
-    issue_s = of([t.issued_s - t.issue_s for t in times])
-    turn_s = of([t.issue_s - t.turned_s for t in times])
-    return Handed(task, issue_s, turn_s, len(times), len(late) >= LEAST)
+    issue_s, turn_s = of([x.issue_s for x in ran]), of([x.turn_s for x in ran])
+    return Handed(task, issue_s, turn_s, len(ran), len(late) >= LEAST)
 
 
 def _usual(host_s: Sequence[float]) -> float:
@@ -144,7 +155,7 @@ class HostCode:
             if h.task.work is not None
         ]
         sizes, issue_s, turn_s, kernels, weights = np.array(sorted(rows), float).T
-        if op in _BINDS:
+        if op in BINDS:
             self._sizes = sizes, isotonic_regression(issue_s).x, isotonic_regression(turn_s).x
             return
         self._turn_s = _median(turn_s, weights)

@@ -18,6 +18,9 @@ LEAST = 2
 # is no matter.
 _DISTURBS = frozenset({Lane.CPU, Lane.KV})
 _UNDISTURBED = 0.02
+# A copy, or KV that is fetched, shares the link all the time if nearly all of it does; what is
+# shorter begins and ends too soon to tell.
+_ALL, _LONG_S = 0.97, 2e-4
 # A task is alone, or beside others, if nearly all of it is.
 _NEARLY = 0.1
 # Attention this fast, of what it can read, is bound by reading.
@@ -73,8 +76,9 @@ class InStep:
         Copies of weights count if no KV was moved and none read by the CPU meanwhile; kernels and
         other copies if they had been launched before their turn came: of others a part of the
         time is the thread's that launches them. What the CPU takes counts always, with the copies
-        beside it. Fetched KV does not count, as it shares the link all the time, nor new KV that
-        shares it with what the ACT lane carries, nor experts of whom some had no tokens.
+        beside it; so do prompts' attention and what their new KV makes of it, which goes down at
+        the same time. Fetched KV does not count, as it shares the link all the time, nor new KV
+        that shares it with what the ACT lane carries, nor experts of whom some had no tokens.
         """
         first = tasks[0]
         ran = [t for task in tasks for t in self._ran[task.id]]
@@ -88,7 +92,9 @@ class InStep:
             alone = [t for t in worked if self._beside(t, _DISTURBS) <= _UNDISTURBED]
         elif first.id.op != "fetch_kv" and not self._idle(first, ran, worked):
             launched = [t for t in worked if not t.late]
-            if first.lane is Lane.KV:
+            if first.id.op == "attn_prefill":
+                alone = launched
+            elif first.lane is Lane.KV:
                 alone, _ = self._apart(launched, Lane.ACT)
             else:
                 alone, crowded = self._apart(launched, Lane.KV)
@@ -134,6 +140,26 @@ class InStep:
                     beside_s += both_s
                     lost_s += _took(t) - float(np.median(alone))
         return lost_s, beside_s
+
+    def shared_link(self) -> np.ndarray:
+        """Bytes and seconds of copies of weights by themselves, of copies beside KV that was being
+        fetched, and of KV fetched beside copies, all without CPU attention; shape [3, 2]."""
+        moved = np.zeros((3, 2))
+        for task in self._g:
+            fetches = task.id.op == "fetch_kv"
+            if task.work is None or not (fetches or task.lane is Lane.BULK):
+                continue
+            other = Lane.BULK if fetches else Lane.KV
+            for t in self._ran[task.id]:
+                took_s = _took(t)
+                if took_s < _LONG_S or self._beside(t, {Lane.CPU}) > _UNDISTURBED:
+                    continue
+                shared = self._beside(t, {other})
+                if shared >= _ALL:
+                    moved[2 if fetches else 1] += task.work.h2d_bytes, took_s
+                elif not fetches and shared <= _UNDISTURBED:
+                    moved[0] += task.work.h2d_bytes, took_s
+        return moved
 
     def _apart(self, times: Sequence[Times], lane: Lane) -> tuple[list[Times], list[Times]]:
         """Those that were nearly alone, and those nearly all the time beside a lane at work."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moegen.exec.host_code import Handed, handed_over
 from moegen.exec.in_step import InStep
 from moegen.exec.issue import Times
 from moegen.exec.program import Machinery, Program
@@ -25,6 +24,8 @@ from moegen.graph.task import Lane, Task, TaskGraph
 # The first step compiles kernels, the second finds every slot filled; then come those that count.
 _COUNTED_FROM = 2
 _IDLE_S = 0.03  # about what a layer takes
+# Whose work takes longer beside a kernel that reads host memory.
+_CROWDED = frozenset({Lane.GPU, Lane.ACT})
 # KV that no cache holds, made up as several sets of rows.
 _UNCACHED_BYTES, _MOST_SETS = 1 << 30, 64
 
@@ -123,13 +124,13 @@ class OpBench:
         """The graph's tasks of an op that have something to do."""
         return [t for t in self.graph if t.id.op == op and t.work is not None and not t.work.empty]
 
-    def handed_over(self) -> list[Handed]:
-        """What each kind of task, of all ops, took of the issuing thread in the steps that ran."""
-        return list(handed_over(self.graph, self.records))
-
     def slowed_copies(self, attends_bytes_per_s: float) -> tuple[float, float]:
         """See `InStep.slowed_copies`; nothing where lanes share the cores."""
         return self._in_step.slowed_copies(attends_bytes_per_s)
+
+    def shared_link(self) -> np.ndarray:
+        """See `InStep.shared_link`; nothing where lanes share the cores."""
+        return self._in_step.shared_link()
 
     def work(self, tasks: Sequence[Task]) -> Callable[[], None]:
         """What runs one of ``tasks`` after the other, each call the next."""
@@ -140,7 +141,7 @@ class OpBench:
             return lambda: self._program.run(next(turn), self._index, next(steps))
         return lambda: self._program.run(next(turn), self._index, self._step)
 
-    def time(self, op: str, span_s: float) -> list[Timed]:
+    def time(self, op: str, span_s: float, crowd: bool = False) -> list[Timed]:
         """Each kind of an op's tasks, as a step finds them.
 
         Within the steps that ran, where that can be told (`InStep`); else for about ``span_s`` by
@@ -148,7 +149,8 @@ class OpBench:
         others. Tasks of one kind take turns then: they read other weights each time. In decode
         weights are copied nearly all the time, so the kernels of other lanes are timed beside
         that: each takes some 20 us more. What the ACT lane carries is timed both ways, for some of
-        it takes far longer then. On CPU lanes the CPU has been idle before each run, for its
+        it takes far longer then. In a ``crowd`` both lanes' are timed beside KV being fetched, too,
+        unless the steps tell. On CPU lanes the CPU has been idle before each run, for its
         threads sleep between layers.
 
         Parameters
@@ -156,13 +158,14 @@ class OpBench:
         op : str
         span_s : float
             Ten times as long for copies of weights, which everything waits for.
+        crowd : bool
         """
         kinds: dict[object, list[Task]] = {}
         for t in self.tasks(op):
             kinds.setdefault(t.work, []).append(t)
-        return [self._time(tasks, span_s) for tasks in kinds.values()]
+        return [self._time(tasks, span_s, crowd) for tasks in kinds.values()]
 
-    def _time(self, tasks: Sequence[Task], span_s: float) -> Timed:
+    def _time(self, tasks: Sequence[Task], span_s: float, crowd: bool) -> Timed:
         first = tasks[0]
         alone, crowded, beside_copies = self._in_step.spans(tasks)
         if first.lane is Lane.ACT and self._on_gpu and (copies := self._weights):
@@ -172,12 +175,33 @@ class OpBench:
             ways, beside_copies = [alone] if alone else [], []
             if not alone or first.lane is Lane.BULK:
                 ways.append(self._by_itself(tasks, span_s, self._usual_company(first)))
-        return timed(
+        found = timed(
             first,
             *ways,
             beside_copies_s=_mean(beside_copies) if beside_copies else None,
             crowded_s=_mean(crowded) if crowded else None,
         )
+        if crowd and not crowded:
+            crowded_s = self._crowded_s(found.seconds, tasks, span_s, within_steps=bool(alone))
+            found = found._replace(crowded_s=crowded_s)
+        return found
+
+    def _crowded_s(
+        self, alone_s: float, tasks: Sequence[Task], span_s: float, within_steps: bool
+    ) -> float | None:
+        """What a kernel or a small copy takes by itself beside KV being fetched; where ``alone_s``
+        is of steps, that and by how much it is longer by itself, too. None of others, and where no
+        KV is fetched."""
+        fetched = self.tasks("fetch_kv")
+        if tasks[0].lane not in _CROWDED or not fetched or not self._on_gpu:
+            return None
+        kv = Lane.KV, self.work(fetched[:1])
+        beside_s = _mean(self._by_itself(tasks, span_s, [*self._weights, kv]))
+        if within_steps:
+            # Kernels are beside copies of weights all the time, small copies are timed without.
+            usual = self._weights if tasks[0].lane is Lane.GPU else []
+            beside_s += alone_s - _mean(self._by_itself(tasks, span_s, usual))
+        return max(alone_s, beside_s)
 
     def _by_itself(
         self, tasks: Sequence[Task], span_s: float, beside: Sequence[tuple[Lane, Work]]

@@ -177,13 +177,20 @@ def _curve(
 
 
 def _filled(alone: np.ndarray, beside: np.ndarray, least: np.ndarray) -> np.ndarray | None:
-    """Seconds beside others at every point, none below ``least``; None if they were never seen:
-    where they were not, the median ratio to ``alone`` of the points where they were."""
-    ratio = beside / alone
-    if np.isnan(ratio).all():
+    """Seconds beside others at every point, none below ``least``; None if they were never seen.
+
+    Where they were not, they lie on a line over ``alone``, the nearest by least squares to those
+    that were, for a short task waits about as long as a long one; but what is longer alone waits
+    no less. If all that was seen is as long alone, the ratio tells.
+    """
+    seen = ~np.isnan(beside)
+    if not seen.any():
         return None
-    ratio = np.where(np.isnan(ratio), np.nanmedian(ratio), ratio)
-    return _rising(np.maximum(alone * ratio, least))
+    x, y = alone[seen], beside[seen]
+    rises = max(1.0, float(np.polyfit(x, y, 1)[0])) if np.ptp(x) > 0 else float(np.median(y / x))
+    waits = max(0.0, float(np.mean(y - rises * x))) if np.ptp(x) > 0 else 0.0
+    beside = np.where(seen, beside, waits + rises * alone)
+    return _rising(np.maximum(beside, least))
 
 
 def _rising(values: np.ndarray) -> np.ndarray:

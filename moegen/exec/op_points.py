@@ -21,7 +21,13 @@ _DENSE_BYTES, _LAYERS, MOST_BYTES = 128 << 20, 3, 10 << 30
 MOST_CPU_BYTES = 1 << 30
 # What an op's time depends on: tokens of matrix products, rows and context of attention; what is
 # far apart first, so that little time gives a wide grid.
-_DECODE_ROWS = (64, 1024, 1, 4096, 256, 16, 2048, 128)
+_DECODE_ROWS = (64, 1024, 1, 4096, 256, 512, 16, 128, 2048)
+# Rows at which ops are timed beside KV being fetched, too (that makes all sizes about as many times
+# slower), and the ops that are beside it in a run: what a layer's attention is followed by.
+_CROWDED_ROWS = 1024
+CROWDED_OPS = frozenset({
+    "pre_attn", "post_attn", "route", "copy_counts", "shared_expert", "dense_mlp", "expert",
+})  # fmt: skip
 _SINGLE_ROWS = (1, 64, 1024)
 # Tokens behind each row, and with a GPU of all rows: so many that the CPU's attention drives the
 # launching thread's code out of the caches, as in a run, and that their store is soon made up.
@@ -41,31 +47,36 @@ _MANY_LONG_ROWS = (512, 1536, 0)
 # Tokens of a product that tell what launching a further one takes.
 _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # Tokens of a wave, of a product, and of each prompt: first what keeps a GPU busy all the time, for
-# it computes slower then, in one product and in several, with more rows and with fewer.
+# it computes slower then, in one product and in several, with more rows and with fewer; then what
+# leaves it time to cool, in few products.
 _LARGE_WAVE = 65536
 _WAVES = (
     (_LARGE_WAVE, _LARGE_WAVE, 64), (_LARGE_WAVE, 8192, 256), (_LARGE_WAVE, 2048, 512),
-    (4096, 4096, 64), (1024, 1024, 64), (256, 256, 64), (64, 64, 64),
+    (16384, 2048, 256), (4096, 4096, 64), (1024, 1024, 64), (256, 256, 64), (64, 64, 64),
 )  # fmt: skip
 # Prompts of a micro-batch by length, and tokens of all of them. A kernel works in tiles of some 128
 # tokens, and a prompt of 16 takes it more than half as long: so short lengths lie close.
 _ATTENDED = (
     (128, 16384), (2048, 16384), (16, 16384), (512, 16384), (64, 16384), (256, 16384),
-    (128, 2048), (512, 2048), (16, 2048), (64, 2048), (256, 2048),
+    (2048, 2048), (128, 2048), (512, 2048), (16, 2048), (64, 2048), (256, 2048),
     (8192, 16384), (128, 512), (512, 512),
 )  # fmt: skip
 
 PRODUCTS = ("pre_attn", "post_attn", "route", "shared_expert", "dense_mlp", "expert", "combine")
-# Grids whose steps are as those of a run: they tell what the issuing thread takes for all ops.
-_WHOLE_STEPS = frozenset({"decode", "prefill"})
+# Grids whose steps are as those of a run: they tell what the issuing thread takes for all ops, and
+# most ops are of theirs, so they get so many times the time of others.
+_WHOLE_STEPS, _MORE_TIME = frozenset({"decode", "prefill"}), 1.5
 # Steps of a point; in decode more, for what the thread takes rises over the first few.
 _STEPS, _DECODE_STEPS = 4, 6
 
 DECODE_OPS = (
-    "copy_rows", "embed", *PRODUCTS, "send_qkv", "recv_attn", "append_kv", "copy_counts",
-    "copy_dense", "copy_expert", "lm_head", "sample", "copy_tokens",
+    "copy_rows", "embed", *PRODUCTS, "recv_attn", "append_kv", "copy_counts", "lm_head", "sample",
+    "copy_tokens",
 )  # fmt: skip
-ATTENTION_OPS = ("fetch_kv", "attn_gpu", "attn_cpu")
+# Beside a GPU they take long, and are as long whatever the rows: those of so many rows tell.
+_WEIGHTS, _WEIGHTS_ROWS = ("copy_dense", "copy_expert"), frozenset({64, 1024})
+# While a few micro-batches are fetched and attended to, rows are sent beside all that a run has.
+ATTENTION_OPS = ("fetch_kv", "attn_gpu", "attn_cpu", "send_qkv")
 PREFILL_OPS = ("copy_rows", "embed", "pre_attn", "append_kv", "post_attn", "route", "copy_counts",
                "shared_expert", "dense_mlp", "expert", "combine", "lm_head", "sample")  # fmt: skip
 
@@ -74,13 +85,15 @@ class Point(NamedTuple):
     """A graph, and the ops of it to time.
 
     ``grid`` names the points that belong together: once one of them has taken too long, those
-    that are as large are left out. So many ``steps`` of it are run.
+    that are as large are left out. So many ``steps`` of it are run; in a ``crowd`` ops are timed
+    beside KV being fetched, too.
     """
 
     graph: TaskGraph
     ops: tuple[str, ...]
     grid: str
     steps: int = _STEPS
+    crowd: bool = False
 
     @property
     def tells(self) -> frozenset[str]:
@@ -104,10 +117,11 @@ class Point(NamedTuple):
 class Agenda:
     """The points to measure, as far as there is time.
 
-    Grids share the time evenly: next comes the point after which its grid will have taken the
-    least, in the grid's order, so that time that runs out is missed by all of them alike. A point
-    takes some time whatever its size, and more for each token: to make its rows and to run the
-    whole graph. An op that no point has timed yet is worth its time in any case.
+    Grids share the time, those of whole steps with half as much again as others: next comes the
+    point after which its grid will have taken the least of its share, in the grid's order, so that
+    time that runs out is missed by all of them alike. A point takes some time whatever its size,
+    and more for each token: to make its rows and to run the whole graph. An op that no point has
+    timed yet is worth its time in any case.
 
     Parameters
     ----------
@@ -151,8 +165,9 @@ class Agenda:
         self._grids[point.grid] = deque(p for p in points if p.size < point.size)
 
     def _after_s(self, point: Point) -> float:
-        """What its grid will have taken once it has been measured."""
-        return self._spent_s[point.grid] + self._expected_s(point)
+        """What its grid will have taken once it has been measured, for its share of the time."""
+        share = _MORE_TIME if point.grid in _WHOLE_STEPS else 1.0
+        return (self._spent_s[point.grid] + self._expected_s(point)) / share
 
     def _expected_s(self, point: Point) -> float:
         took = self._took[point.graph.phase or ""]
@@ -232,7 +247,10 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
         held = min(_ATTENDED_TOKENS, _KV_BYTES // model.kv_bytes_per_token) // rows
         context = max(1, min(held, most)) if on_gpu else _LEAST_CONTEXT
         g = build(model, s, kv_len=context)
-        yield Point(g, DECODE_OPS, "decode", _DECODE_STEPS if on_gpu else _STEPS)
+        steps, crowd = (_DECODE_STEPS, rows == _CROWDED_ROWS) if on_gpu else (_STEPS, False)
+        weights = _WEIGHTS if rows in _WEIGHTS_ROWS or not on_gpu else ()
+        ops = (*DECODE_OPS, *weights)
+        yield Point(g, ops, "decode", steps, crowd)
     if group > 1:  # one by one too
         for rows in _SINGLE_ROWS:
             s = strategy(model, rows, rows, 0.5, 1)

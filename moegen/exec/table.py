@@ -3,6 +3,7 @@ reads."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from moegen.exec.neighbours import Neighbours
 from moegen.exec.op_bench import Timed, op_bench
 from moegen.exec.op_curves import curves
 from moegen.exec.op_points import (
+    CROWDED_OPS,
     MOST_BYTES,
     MOST_CPU_BYTES,
     Agenda,
@@ -35,8 +37,7 @@ from moegen.exec.op_points import (
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
 from moegen.exec.timing import Bench
-from moegen.exec.told import Told, as_in_steps
-from moegen.exec.waits import latencies
+from moegen.exec.told import Told, as_in_steps, latencies_of
 from moegen.graph.checks import number
 from moegen.graph.curve import Curve
 from moegen.graph.hardware import HardwareSpec
@@ -62,7 +63,7 @@ _DEMO = {
     "rope_theta": 100000.0,
 }
 #: Seconds that a profile takes at most, about.
-BUDGET_S = 114.0
+BUDGET_S = 118.0
 # Of a model's time, for decode steps. They come first: after waves of prompts a GPU is hot.
 _DECODE_SHARE = 0.6
 # What one measurement lasts, and what a task may take before larger ones are left out.
@@ -70,7 +71,7 @@ _SPAN_S, _LONGEST_S = 0.015, 0.25
 # What is so many bytes and nothing else, whichever model it is of.
 _ALIKE = frozenset({"copy_dense", "copy_expert", "copy_rows", "copy_tokens"})
 # For company.
-_REST_S = 8.0
+_REST_S = 6.0
 # So many times the time that there was is told.
 _OVER = 1.05
 _PACKAGES = ("torch", "triton")
@@ -124,12 +125,13 @@ def measure_table(
     for part in parts:  # before anything is measured
         family_for(part, dtype, device)
     began, notes = time.perf_counter(), [] if notes is None else notes
+    on_gpu = device.type == "cuda"
     neighbours = Neighbours()
     say("rates of the machine")
     machine = machine_profile(device, dtype, fresh=True, notes=notes)
     say("copies by size")
     alike = list(bulk_copies(device, _SPAN_S))  # whichever model's they are
-    found: list[Curve] = []
+    measured: list[tuple[str, list[Timed]]] = []  # by model: how, and what
     told: list[Told] = []
     last_s = began + budget_s - _REST_S
     for i, model in enumerate(parts):
@@ -139,7 +141,6 @@ def measure_table(
         with Engine.random(
             model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
         ) as engine:
-            on_gpu = device.type == "cuda"
             decode_s = now + _DECODE_SHARE * (until_s - now)
             agendas = [
                 Agenda(decode_points(model, on_gpu=on_gpu), decode_s),
@@ -159,15 +160,20 @@ def measure_table(
                 f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
                 f"roofline goes on from what was measured"
             )
+        measured.append((source, timed))
+    waits = latencies_of(told, on_gpu=on_gpu)
+    found: list[Curve] = []
+    handed = [of.handed_over(waits) for of in told]
+    for (source, timed), of_thread in zip(measured, handed, strict=True):
         alike += [t for t in timed if t.task.id.op in _ALIKE]
         others = [t for t in timed if t.task.id.op not in _ALIKE]
-        found += curves(others, told[-1].handed, source)
+        found += curves(others, of_thread, source)
     names = ", ".join(model.name for model in parts)
     source = f"measured: the executor's copies, of weights and tables of {names}"
-    found += curves(alike, [h for of in told for h in of.handed], source)
+    found += curves(alike, itertools.chain(*handed), source)
     say("lanes beside one another")
     beside = as_in_steps(company(device, dtype), told)
-    if device.type == "cuda":
+    if on_gpu:
         forget_gpu_memory(device)
     took_s = time.perf_counter() - began
     if took_s > _OVER * budget_s:
@@ -186,7 +192,7 @@ def measure_table(
         curves=tuple(_distinct(found)),
         peaks={},
         company=tuple(beside),
-        latencies=latencies([r for of in told for r in of.records], on_gpu=device.type == "cuda"),
+        latencies=waits,
     )
 
 
@@ -226,7 +232,7 @@ def _of_point(
     with op_bench(point.graph, machinery, bench, steps=point.steps, uncached=uncached) as ops:
         told.add(ops, point.tells, float(machine.cpu_attn_bytes_per_s))
         for op in point.ops:
-            yield from ops.time(op, _SPAN_S)
+            yield from ops.time(op, _SPAN_S, point.crowd and op in CROWDED_OPS)
 
 
 def _distinct(found: Sequence[Curve]) -> list[Curve]:

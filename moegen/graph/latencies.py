@@ -1,19 +1,28 @@
-"""What passes between the issuing thread and who works for it."""
+"""What passes between the issuing thread and who works for it, and what a rest costs the thread."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from moegen.graph.checks import number
 
 #: More than any takes: a run would seem to stand still.
 MOST_S = 60.0
+#: More than any rest costs.
+MOST_COLD = 100.0
+#: Ops of a step's first tasks: what these take of the thread goes by rows, rested or not, for
+#: binding the step comes before.
+BINDS = frozenset({"copy_rows", "embed"})
+# A rest of so long is short, and what is left of one after each task that is handed over; both as
+# two models' steps show it on an H200.
+_SHORT_S, _FADES = 1e-3, 1 / 3
 
 
 @dataclass(frozen=True)
 class Latencies:
     """Seconds from the end of a task to what waits for it; and from the issuing thread to a GPU
-    that waits for what it launches.
+    that waits for what it launches; and what a rest costs the thread.
 
     Parameters
     ----------
@@ -32,11 +41,14 @@ class Latencies:
     gpu_to_gpu_s : float
         From a GPU's task to the start of one that its stream waits with for it, both launched
         before: what recording and waiting for events takes. Not of copies of weights.
+    rested_issue, rested_turn : float
+        By how much longer the thread takes to hand a task over, and for what it does before that,
+        for each unit of `Rest.cold`: a resting thread's code is driven out of the caches.
 
     Raises
     ------
     InvalidInput
-        If one is negative or above `MOST_S`.
+        If one is negative, seconds are above `MOST_S` or the others above `MOST_COLD`.
     """
 
     gpu_to_host_s: float = 0.0
@@ -45,9 +57,36 @@ class Latencies:
     issue_to_start_s: float = 0.0
     issued_to_end_s: float = 0.0
     gpu_to_gpu_s: float = 0.0
+    rested_issue: float = 0.0
+    rested_turn: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             what = f"latencies: {field.name}"
-            value = number(getattr(self, field.name), what, at_least=0, at_most=MOST_S)
+            most = MOST_S if field.name.endswith("_s") else MOST_COLD
+            value = number(getattr(self, field.name), what, at_least=0, at_most=most)
             object.__setattr__(self, field.name, value)
+
+
+class Rest:
+    """How cold the issuing thread's code is, as it rests and hands tasks over.
+
+    Attributes
+    ----------
+    cold : float
+        ``ln(1 + rest / 1 ms)`` for the first task after a rest, a third of it for the next, and so
+        on; of several rests the one that is felt the most.
+    """
+
+    __slots__ = ("cold",)
+
+    def __init__(self) -> None:
+        self.cold = 0.0
+
+    def rested(self, seconds: float) -> None:
+        """The thread had nothing to hand over for so long."""
+        self.cold = max(self.cold, math.log1p(seconds / _SHORT_S))
+
+    def handed_over(self) -> None:
+        """A task has been handed over."""
+        self.cold *= _FADES

@@ -28,7 +28,7 @@ The file is JSON::
        ...],
      "latencies": {"gpu_to_host_s": 3e-05, "cpu_to_host_s": 2e-05, "gpu_to_cpu_s": 4e-05,
                    "issue_to_start_s": 3.5e-05, "issued_to_end_s": 2e-05,
-                   "gpu_to_gpu_s": 8e-06}}
+                   "gpu_to_gpu_s": 8e-06, "rested_issue": 0.5, "rested_turn": 2.3}}
 
 ``machine`` is a `HardwareSpec` field by field: the names of GPU and CPU, which say whose file
 this is, and the rates that hold where nothing was measured. ``peaks`` are what the data sheets
@@ -45,8 +45,9 @@ the seconds a task takes once, however many kernels it launches; and ``beside_co
 (`moegen.graph.curve`). An op may have several
 curves: of the widths of several models, or of one phase each (``null`` is both). ``company`` says
 what a resource gives while another is in use (`moegen.graph.company`), and ``latencies``, those
-that are there, how long it takes to notice that a task has ended and how long launches take to a
-GPU (`moegen.graph.latencies`); one that is not there is 0.
+that are there, how long it takes to notice that a task has ended, how long launches take to a
+GPU, and how much slower the issuing thread is after a rest (`moegen.graph.latencies`); one that is
+not there is 0.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ does: a stream waits by itself for what has been handed over to another stream, 
 host must know, and for the CPU's results, the thread leaves a lane alone until they are there,
 which it notices a little later. Nor does it hand more over to a lane that has much before it
 (`moegen.graph.ahead`). Steps are bound one after the other, once the host knows the tokens of the
-one before; weights may be copied one step ahead of that. What else the thread does, such as
-reading clocks while there is nothing to hand over, takes no time here, and it disturbs nobody.
+one before; weights may be copied one step ahead of that. After a rest it is slower
+(`moegen.graph.latencies.Rest`). What else the thread does, such as reading clocks while there is
+nothing to hand over, takes no time here, and it disturbs nobody.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from moegen.graph.ahead import MOST_AHEAD
-from moegen.graph.latencies import Latencies
+from moegen.graph.latencies import BINDS, Latencies, Rest
 from moegen.graph.task import Lane, TaskGraph, TaskId
 from moegen.sim.clock import THEN, Clock
 from moegen.sim.handover import rules
@@ -110,6 +111,8 @@ class Issuing:
             at: cpu_s if on_cpu else gpu_s for at, on_cpu in self._rules.from_cpu.items()
         }
         self._room_late_s = gpu_s
+        self._rest, self._binds = Rest(), [t.id.op in BINDS for t in g.tasks]
+        self._rested_issue, self._rested_turn = latencies.rested_issue, latencies.rested_turn
         self._room: set[int] = set()  # whose ends lanes wait for that have so much before them
         self._bound = 1 if self._rules.binds else math.inf
         self._resting = False
@@ -143,20 +146,26 @@ class Issuing:
     def _run(self) -> Iterator[float]:
         """What the thread does: until when it is busy, or `_IDLE`, each time."""
         clock, n, n_steps = self._clock, self._n, self._n_steps
-        issue_s, turn_s = self._issue_s, self._turn_s
-        left = len(self.begun)
+        issue_s, turn_s, rest = self._issue_s, self._turn_s, self._rest
+        left, free_s = len(self.begun), clock.now
         while left:
             moved, bound = False, self._bound
             for q in self._queues:
                 while q.awaits[q.of] and q.step < n_steps and self._may_go(q):
-                    at = q.base + q.positions[q.place]
+                    position = q.positions[q.place]
+                    at = q.base + position
                     q.advance(n)
+                    if clock.now > free_s:
+                        rest.rested(clock.now - free_s)
+                    cold = 0.0 if self._binds[position] else rest.cold
                     if turn_s[at] > 0:
-                        yield clock.now + turn_s[at]
+                        yield clock.now + turn_s[at] * (1 + self._rested_turn * cold)
                     left -= 1
                     moved = True
                     self.begun[at], self.begun_s[at] = 1, clock.now
-                    self.done_s[at] = until_s = clock.now + issue_s[at]
+                    took_s = issue_s[at] * (1 + self._rested_issue * cold)
+                    self.done_s[at] = free_s = until_s = clock.now + took_s
+                    rest.handed_over()
                     self._handed(q.number)
                     if until_s > clock.now:
                         yield until_s

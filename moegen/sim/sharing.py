@@ -33,7 +33,8 @@ def speeds_of(
         Gives the capacities.
     keeps : sequence of mapping, optional
         What each keeps of its own speed while others use a resource fully, see ``Cost.keeps``:
-        of a partial use it loses a part. It then draws less on what it shares, too.
+        of a partial use it loses a part, and a kernel beside one that writes to host memory loses
+        all of it. It then draws less on what it shares, too.
 
     Returns
     -------
@@ -56,18 +57,24 @@ def _own_speeds(
     full: Mapping[str, float],
 ) -> list[float]:
     """How fast each could go if it shared nothing, beside what the others do."""
-    used = {r: sum(load.get(r, 0.0) for load in loads) for kept in keeps for r in kept}
     return [
         min(
-            1.0 - (1.0 - share) * min(1.0, (used[r] - load.get(r, 0.0)) / full[r])
-            if r in full
-            else 1.0
+            1.0 - (1.0 - share) * _use(r, i, loads, full[r]) if r in full else 1.0
             for r, share in kept.items()
         )
         if kept
         else 1.0
-        for load, kept in zip(loads, keeps, strict=True)
+        for i, kept in enumerate(keeps)
     ]
+
+
+def _use(resource: str, i: int, loads: Sequence[Mapping[str, float]], full: float) -> float:
+    """How fully others than the i-th use a resource. To another kernel one that writes to host
+    memory uses the GPU's way there fully, however little it writes."""
+    others = [load for k, load in enumerate(loads) if k != i and load.get(resource)]
+    if resource == "zero_copy" and loads[i].get("gpu") and any(x.get("d2h") for x in others):
+        return 1.0
+    return min(1.0, sum(x[resource] for x in others) / full)
 
 
 def fair_speeds(

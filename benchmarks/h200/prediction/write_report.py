@@ -97,10 +97,9 @@ def _others(kept: Kept) -> list[str]:
     return [
         "## Other measurements",
         "",
-        "Machines of one kind differ, and so do points that are drawn anew. These were made since, "
-        "of other seeds, on other machines, with the code of their day, and missed more: one "
-        "measurement that meets all targets does not say that every one will. What has been "
-        "mended since is not measured yet. " + kept.others["since"],
+        "Machines of one kind differ, and so do points that are drawn anew. These were made before "
+        "the one above, of other seeds, on other machines, with the code and the profile of their "
+        "day: how far one is off says little of how far the next will be. " + kept.others["since"],
         "",
         *table("seed | date | step, median | worst | per op | slopes within 20% | why", rows),
     ]
