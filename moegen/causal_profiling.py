@@ -39,6 +39,9 @@ ROUNDS = 3
 NOISE = 10
 # Of a stretch of steps: those before the window that counts, and behind it.
 _BEFORE, _BEHIND = 2, 1
+#: No delay is shorter, for a sleep on a stream or in a thread has a floor; nor longer, for a run
+#: would seem to stand still.
+LEAST_S, MOST_S = 50e-6, 60.0
 #: No delay at all would spare the executor what it takes to make one.
 TOUCH_S = 1e-9
 #: Slopes below this share of the tasks count as none, and such a difference as none too.
@@ -92,7 +95,8 @@ def causal(
     ops : collection of str, optional
         All of the graph's by default.
     delay_s : float or mapping of str to float, optional
-        Seconds before each task, by op. By default such that the delays of a class add up to
+        Seconds before each task, by op; from 50 µs, for a wait has a floor, to a minute. By
+        default such that the delays of a class add up to
         ``share`` of a step, or to ten times what a stretch differs from the next if that is more,
         as a short run before shows; never to more than a step.
     steps : int
@@ -132,18 +136,22 @@ def causal(
 
     if not callable(getattr(engine, "execute", None)):
         raise InvalidInput(f"engine must be an Engine, got {engine!r}")
+    if not callable(on_progress):
+        raise InvalidInput(f"on_progress must be callable with a line of text, got {on_progress!r}")
     steps = whole(steps, "steps", at_least=_BEFORE + _BEHIND + 1)
     rounds = whole(rounds, "rounds", at_least=2)
     of = delayed_ops(g, ops)
     check_delays(delay_s, of)
     share = checked_share(share)
     step_s = simulate(g, checked_cost(cost), 3).period_s  # refused before anything is run
-    delays = {op: delay_of(op, delay_s, n, 0.0) for op, (_, n) in of.items()}
+    delays = {op: delay_of(op, delay_s, n, 0.0, LEAST_S, MOST_S) for op, (_, n) in of.items()}
     if not isinstance(delay_s, Real):
         each_s = np.diff(engine.execute(g, 2 * steps + _BEHIND).step_end_s)[1:-1]
         step_s = settled(each_s)
         added_s = _measurable_s(each_s, step_s, steps, share)
-        delays = {op: delay_of(op, delay_s, n, added_s) for op, (_, n) in of.items()}
+        delays = {
+            op: delay_of(op, delay_s, n, added_s, LEAST_S, MOST_S) for op, (_, n) in of.items()
+        }
     stretches = _stretches(list(of), rounds)
     plan = _Plan([(op, level * delays[op]) for op, level in stretches], steps)
     held_s = sum(steps * seconds * of[op][1] for op, seconds in plan.stretches)

@@ -83,11 +83,19 @@ class WhatIf:
             return self.base_s / self.period_s - 1 if self.period_s else 0.0
         return self.tokens / self.base_tokens * self.base_s / self.period_s - 1
 
+    @property
+    def answer(self) -> str:
+        """What changes by how much, and whether it is in doubt or does not fit, in a few words."""
+        said = self._changes + ("; in doubt" if self.doubt else "")
+        return said + ("; does not fit" if self.misfit else "")
+
+    @property
+    def _changes(self) -> str:
+        return f"{self.change:+.0%} time, {self.gain:+.0%} tokens/s"
+
     def __str__(self) -> str:
         before, after = format_seconds(self.base_s), format_seconds(self.period_s)
-        said = f"{self.question}: {before} -> {after}, {self.change:+.0%}"
-        if self.tokens != self.base_tokens:
-            said += f" (tokens a second {self.gain:+.0%})"
+        said = f"{self.question}: {before} -> {after} a step, {self._changes}"
         if abs(off := _off(self.base_s, self.measured_s)) >= _SHOWN:
             said += f"; measured {format_seconds(self.measured_s)}, replayed {before}, {off:+.0%}"
         if self.doubt:
@@ -158,12 +166,14 @@ def what_ifs(
     Returns
     -------
     DataFrame
-        One row a question: ``question``, ``gain``, ``change``, ``period_s``, ``tokens_per_s``,
-        ``base_s``, ``measured_s``, ``misfit``, which says what memory it does not fit, ``doubt``,
-        which says why answers of this run are not to be trusted, and ``error``, which says why a
-        question has no answer; its numbers are NaN then.
+        One row a question: ``question``; ``gain``, by which part of itself tokens a second rise,
+        and ``change``, by which part of itself the time of a step does; ``period_s``,
+        ``tokens_per_s``, ``base_s``, ``measured_s``; ``misfit``, which says what memory it does
+        not fit; ``doubt``, which says why answers of this run are not to be trusted; ``error``,
+        which says why a question has no answer, its numbers are NaN then; and ``answer``, as
+        `WhatIf.answer` has it, or the error.
         :func:`moegen.plot.what_ifs` draws it. pandas leaves out columns that a terminal is too
-        narrow for: print some, ``df[["question", "gain"]]``, or ``df.to_string()``.
+        narrow for: print some, ``df[["question", "answer"]]``, or ``df.to_string()``.
 
     Raises
     ------
@@ -193,16 +203,16 @@ def what_ifs(
         try:
             told = run.ask(change)
         except MoegenError as e:
-            row["error"] = str(e)
+            row |= {"error": str(e), "answer": str(e)}
         else:
-            row |= {"question": told.question, "period_s": told.period_s}
+            row |= {"question": told.question, "answer": told.answer, "period_s": told.period_s}
             row |= {"change": told.change, "gain": told.gain, "misfit": told.misfit}
             if told.tokens and told.period_s:
                 row["tokens_per_s"] = told.tokens / told.period_s
         rows.append(row)
     # A terminal that is too narrow shows the first and the last.
     columns = ["question", "gain", "change", "period_s", "tokens_per_s", "base_s", "measured_s"]
-    frame = pd.DataFrame(rows, columns=[*columns, "misfit", "doubt", "error"])
+    frame = pd.DataFrame(rows, columns=[*columns, "misfit", "doubt", "error", "answer"])
     return frame.sort_values("gain", ascending=False, kind="stable", ignore_index=True)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from moegen.errors import DeadlockError
 from moegen.exec.issue import Issuer
-from moegen.graph.latencies import BINDS, Latencies, Rest
+from moegen.graph.latencies import Latencies, Rest
 from moegen.graph.task import Lane, Task, TaskGraph, TaskId
 from moegen.sim.cost import Cost, CostModel
 from moegen.sim.scaled import Wrapped
@@ -99,9 +99,7 @@ class _OnVirtualClock(Issuer):
 
     def _issue(self, q, stream, task, step, began) -> None:
         lanes = self.lanes
-        if lanes.now_s > lanes.done_s:
-            lanes.rest.rested(lanes.now_s - lanes.done_s)
-        cold = 0.0 if task.id.op in BINDS else lanes.rest.cold
+        cold = lanes.rest.before(lanes.now_s - lanes.done_s, task.id.op)
         lanes.slower = 1 + lanes.latencies.rested_issue * cold
         slower = 1 + lanes.latencies.rested_turn * cold
         lanes.now_s += lanes.turn_s.get(task.id, 0.0) * slower

@@ -235,6 +235,9 @@ def test_delays_add_up_to_the_share_that_is_asked_for():
     by_hand = (steps_s[2] - steps_s[0]) / slept[1]
     for side in ("measured_slope", "predicted_slope"):
         assert df.loc["use", side] == pytest.approx(by_hand, rel=1e-3)
+    # However many tasks a step has, where none has to wait by a clock.
+    quick = CostModel.fixed({"copy": 2e-6, "use": 1e-6})
+    assert mg.delay_slopes(g, quick, share=0.25)["delay_s"].tolist() == pytest.approx([5e-7] * 2)
     # What is given counts, and a share for what is not.
     both = mg.delay_slopes(g, cost, delay_s={"use": 0.1}, share=0.5)["delay_s"]
     assert both.tolist() == pytest.approx([1.0, 0.1])
@@ -326,6 +329,22 @@ def test_refusals():
         mg.causal(None, g, cost)
     with pytest.raises(InvalidInput, match="the delay of copy must be a finite number above 0"):
         mg.causal(engine, g, cost, delay_s=0.0)
+    with pytest.raises(InvalidInput, match=r"the delay of copy is 1e-12 s, and .* less than 5e-05"):
+        mg.causal(engine, g, cost, delay_s=1e-12)
+    with pytest.raises(InvalidInput, match="the delay of use must be .* at most 60, got 61"):
+        mg.causal(engine, g, cost, delay_s={"use": 61})
+    # A step takes 6 s: a billionth of it shows in none.
+    with pytest.raises(InvalidInput, match="the delay of copy is 1e-15 s, and .* less than 6e-09"):
+        mg.delay_slopes(g, cost, delay_s=1e-15)
+    with pytest.raises(InvalidInput, match="the delay of copy must be .* at most 6e\\+09"):
+        mg.delay_slopes(g, cost, delay_s=1e308)
+    for other in (None, "a graph"):
+        with pytest.raises(InvalidInput, match="a graph must be a TaskGraph"):
+            mg.delay_slopes(other, cost)
+        with pytest.raises(InvalidInput, match="a graph must be a TaskGraph"):
+            mg.causal(engine, other, cost)
+    with pytest.raises(InvalidInput, match="on_progress must be callable"):
+        mg.causal(engine, g, cost, on_progress=None)
     for share, why in ((0, "above 0"), (1.5, "at most 1, got 1.5"), ("all", "finite number")):
         with pytest.raises(InvalidInput, match=f"share .*{why}"):
             mg.causal(engine, g, cost, share=share)

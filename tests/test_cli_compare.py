@@ -82,9 +82,29 @@ def test_a_machine_that_is_not_the_runs_is_warned_about(files, capsys):
     real.save(here)
     for flag, of in (("--profile", "h200"), ("--hw", "c2")):
         code, out, err = _main(capsys, "compare", here, flag, of)
-        assert code == 0 and "Measured on none (CPU lanes); Ryzen 9, 2 cores" in out
+        assert code == 0 and "Measured on CPU lanes (no GPU); Ryzen 9, 2 cores" in out
         assert "moegen: warning: the prediction is of another machine than the run" in err
         assert "'Ryzen 9, 2 cores'" in err
+
+
+def test_it_says_where_the_rates_of_a_prediction_come_from(files, capsys, monkeypatch):
+    from moegen.cli.words import origin_of_rates
+
+    c2 = mg.HardwareSpec.from_name("c2")
+    guessed = dict.fromkeys(c2.rates, "assumed: a guess")
+    here = mg.HardwareSpec.from_dict(c2.to_dict() | {"name": "vm", "source": guessed})
+    monkeypatch.setattr(mg.HardwareSpec, "detect", classmethod(lambda _: here))
+    _, out, _ = _main(capsys, "compare", files / "real.json", "--hw", "here")
+    assert "Predicted from the rates of vm (" in out
+    assert out.endswith("\nRates    of the prediction: all assumed\n")
+    # The same words as in a plan, of a profile's machine too.
+    h200 = mg.CostModel.from_profile("h200").hw
+    _, out, _ = _main(capsys, "compare", files / "real.json", "--profile", "h200")
+    said = " ".join(out[out.index("\nRates ") :].split())
+    assert said == f"Rates of the prediction: {origin_of_rates(h200)}"
+    # A prediction in a file does not say what its rates were.
+    _, out, _ = _main(capsys, "compare", files / "sim.json", files / "real.json")
+    assert "\nRates " not in out
 
 
 def test_files_for_tables_pictures_and_traces(files, capsys):

@@ -91,7 +91,7 @@ def test_it_says_what_it_wrote(folder, quick, tmp_path, capsys):
     code, out, err = run(capsys, "profile", folder, "--device", "cpu", "-o", file, "--seconds", 10)
     table = ProfileTable.load(file)
     assert (code, out) == (0, "")
-    assert f"{len(table.curves)} curves of none (CPU lanes) and {table.machine.cpu_name}" in err
+    assert f"{len(table.curves)} curves of CPU lanes (no GPU) and {table.machine.cpu_name}" in err
     assert err.splitlines()[-1] == f"written to {file}"
 
 

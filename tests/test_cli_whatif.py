@@ -214,6 +214,27 @@ def test_a_plan_in_words_can_be_copied_into_flags(capsys):
     assert all(len(x) < 80 for x in out.splitlines() if not x.startswith("Flags"))
 
 
+def test_a_plan_by_a_profile_says_whose_memory_it_counts_on(capsys, tmp_path):
+    point = "plan mixtral-8x7b --profile h200 --n 300"
+    code, out, _ = _main(capsys, point)
+    said = " ".join(out.split())
+    assert code == 0 and " on h200; what it lacks rests on rates. Memory is that machine's" in said
+    more = mg.HardwareSpec.from_name("h200").with_(name="mine", host_memory_bytes=1e12)
+    file = tmp_path / "mine.yaml"
+    file.write_text(json.dumps({k: v for k, v in more.to_dict().items() if k != "source"}))
+    code, out, err = _main(capsys, f"{point} --hw {file}")
+    assert code == 0, err
+    assert "rests on rates. Memory is that of mine" in " ".join(out.split())
+
+
+def test_simulate_speaks_in_words(capsys):
+    code, out, _ = _main(capsys, f"simulate {POINT} --steps 2")
+    first, busy, step = out.splitlines()
+    assert code == 0 and first.startswith("mixtral-8x7b decode: 2 steps simulated, ")
+    assert busy.startswith("  lanes are busy: GPU ") and busy.endswith("%")
+    assert step.startswith("A decode step takes ") and "<" not in out
+
+
 def test_a_plan_that_does_not_fit_exits_3(capsys):
     code, out, err = _main(capsys, "plan deepseek-v2 --hw c1")
     assert (code, out) == (3, "") and "does not fit host memory: needs " in err

@@ -39,6 +39,34 @@ def test_rates_say_where_they_come_from():
     assert found.keys() == every.keys() and found["gpu_flops"]["source"].endswith("2026-01-02")
 
 
+def test_measured_rates_are_those_of_the_machine_that_is_named():
+    every = _measured(*mg.HardwareSpec.from_name("c2").rates)
+    assert " ".join(words.rates(every)).split() == (
+        "Rates all measured on c2 (2026-01-01, 2026-01-02)".split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("stay", "fetch", "said"),
+    [
+        (0, "all", "Of the experts, all are copied in each step."),
+        (0, "routed", "Of the experts, those are copied that get tokens."),
+        (
+            44,
+            "all",
+            "44 of 256 experts stay; of the others, all are copied in each step.",
+        ),
+        (44, "routed", "44 of 256 experts stay; of the others, those are copied that get tokens."),
+        (256, "all", "All 256 experts stay, so none is copied."),
+    ],
+)
+def test_experts_that_stay_are_not_said_to_be_copied(stay, fetch, said):
+    model = mg.ModelSpec.from_pretrained("mixtral-8x7b")
+    dense = sum(layer.dense_bytes for layer in model.layers) if stay else 0
+    s = mg.Strategy(B=8, b_a=8, b_e=64, s_params=dense + stay * model.expert_bytes, fetch=fetch)
+    assert words._decode(model, s).endswith(f"(b_e). {said}")
+
+
 def test_every_part_of_a_bound_has_words():
     model = mg.ModelSpec.from_pretrained("mixtral-8x7b").with_(n_layers=1)
     graph = mg.build(model, mg.Strategy(B=2, b_a=1, b_e=4, omega=0.5), kv_len=8)

@@ -95,5 +95,5 @@ def test_the_pair_of_the_quickstart_is_of_one_graph(tmp_path, monkeypatch, capsy
             main(line.replace("~/.cache/moegen/demo-moe", str(path)).split()[1:])
         said = capsys.readouterr()
         assert not exit_.value.code, said.err
-    assert "task cost" in said.out and "Measured on none (CPU lanes)" in said.out
+    assert "task cost" in said.out and "Measured on CPU lanes (no GPU)" in said.out
     assert "warning: the prediction is of another machine" in said.err

@@ -7,6 +7,8 @@ import json
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -169,6 +171,50 @@ def _two_points(engine, plan, work, lengths):
 
     point = {"omega": plan.decode.omega, "decode_tokens_per_s": 1.0, "binds": "chain"}
     return pd.DataFrame([point | {"source": name} for name in ("predicted", "measured")])
+
+
+def _curve(predicted, measured, binds="lane GPU"):
+    import pandas as pd
+
+    rows = [
+        {"omega": omega, "source": source, "decode_tokens_per_s": speed, "binds": binds}
+        for source, speeds in (("predicted", predicted), ("measured", measured))
+        for omega, speed in speeds.items()
+    ]
+    return pd.DataFrame(rows)
+
+
+FLAT = ({0: 90.0, 0.5: 84.9, 1: 89.0}, {0: 66.0, 0.5: 60.0, 1: 65.0})
+
+
+@pytest.mark.parametrize(
+    ("curve", "on_gpu", "matters"),
+    [
+        (_curve(*FLAT), False, False),
+        (_curve(*FLAT), True, True),  # there is a link
+        (_curve(*FLAT, binds="lane BULK"), False, True),  # copies bind all the same
+        (_curve({0: 90.0, 0.5: 60.0}, FLAT[1]), False, True),
+        (_curve(FLAT[0], {0: 66.0, 0.5: 44.0}), False, True),
+        (_curve({0.5: 90.0}, {0.5: 66.0}), False, True),  # nothing to compare
+    ],
+)
+def test_the_last_line_says_where_omega_hardly_matters(curve, on_gpu, matters):
+    from moegen.cli import story
+
+    decode = SimpleNamespace(omega=0.5)
+    report = SimpleNamespace(
+        on_gpu=on_gpu, resolved=SimpleNamespace(plan=SimpleNamespace(decode=decode))
+    )
+    shown: Any = SimpleNamespace(
+        report=report,
+        curve=curve,
+        bound=SimpleNamespace(seconds=0.2, binds="lane GPU"),
+        comparison=SimpleNamespace(measured_period_s=0.3),
+    )
+    line = story._bound(shown)
+    assert "The plan took ω = 0.5 " in line and ("matters little" not in line) == matters
+    if not matters:
+        assert "is 6% above the worst by prediction, 10% measured. Without a GPU nothing " in line
 
 
 def test_what_is_not_a_demos_is_left_alone(tmp_path, capsys, monkeypatch):

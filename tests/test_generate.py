@@ -233,6 +233,17 @@ def test_a_store_says_how_much_is_missing(tmp_path):
             store.allocate([3, 4, 5])
 
 
+@pytest.mark.cpu
+def test_a_closed_engine_says_that_it_is(tmp_path):
+    path, _ = tiny_mixtral(tmp_path, num_hidden_layers=2)
+    with Engine.from_pretrained(path, S, device="cpu") as e:
+        g = build(e.model, S, kv_len=4)
+    for use in (lambda: e.execute(g), lambda: e.generate([[1, 2]])):
+        with pytest.raises(InvalidInput, match="the engine is closed"):
+            use()
+    e.close()  # once more does no harm
+
+
 @pytest.mark.parametrize("fetch", ["all", "routed"])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_execute_measures_every_task_of_every_step(engine, phase, fetch):

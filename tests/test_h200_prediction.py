@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -25,6 +26,8 @@ from moegen.graph.hardware import field_names
 from moegen.graph.latencies import Latencies
 from moegen.graph.profile_table import ProfileTable
 
+matplotlib.use("agg")
+
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "h200" / "prediction"
 PARTS = ["task cost", "scheduling and contention", "untracked overhead"]
 
@@ -34,6 +37,7 @@ def scripts():
     """The scripts that need no torch."""
     paths = [str(FOLDER), str(FOLDER.parent)]
     sys.path[:0] = paths
+    import draw
     import judge
     import kept
     import predict
@@ -45,7 +49,7 @@ def scripts():
     import write_report
 
     yield SimpleNamespace(
-        judge=judge, kept=kept, predict=predict, ship=ship, situations=situations,
+        draw=draw, judge=judge, kept=kept, predict=predict, ship=ship, situations=situations,
         report=write_report, shown=shown, ops=shown_ops, delays=shown_delays,
     )  # fmt: skip
     for path in paths:
@@ -84,7 +88,8 @@ def test_the_readme_says_what_was_found(scripts):
     if not kept.there:
         pytest.skip("nothing has been measured yet: there is no results folder")
     readme = (FOLDER.parents[2] / "README.md").read_text(encoding="utf-8")
-    assert scripts.shown.summary(kept) in readme, "write_report.py says what README.md must say"
+    missing = [sentence for sentence in scripts.shown.summary(kept) if sentence not in readme]
+    assert not missing, "write_report.py says what README.md must say"
 
 
 def test_predictions_follow_from_the_results(scripts):
@@ -436,34 +441,166 @@ def test_slopes_that_bind_are_held_to_a_fifth_and_noise_tells_nothing(scripts):
     for situation in found["situations"]:
         situation |= {"kept": True, "context": 9, "share": 0.5, "steps": 9, "rounds": 3}
         situation["strategy"] = {"B": 4, "b_a": 2, "kv_slots": 1, "omega": 0.0}
+    found["situations"][1]["kept"] = False
+    stay, copied = "weights stay on the GPU", "weights are copied"
     rows = scripts.judge.slope_rows(found)
-    assert [r["situation"] for r in rows] == ["a"] * 2 + ["b"] * 4
+    assert [r["situation"] for r in rows] == [
+        *[f"{stay}, attention on the GPU"] * 2,
+        *[f"{copied}, attention on the GPU"] * 4,
+    ]
     assert [r["told"] for r in rows] == [True, True, True, False, False, True]
     assert rows[1]["measured"] == pytest.approx(0.75) and rows[1]["within"] == pytest.approx(0.1)
     s = scripts.judge.Slopes.of(rows)
     assert (s.classes, s.agree, s.untold, s.binding, s.close) == (6, 3, 2, 4, 1)
     text = "\n".join(scripts.delays.delays(found))
-    assert "| b | `loud` | GPU | 2 | 10.0 ms | 0.95 | 1.20 ± 1.30 | yes | cannot be told |" in text
+    assert f"- {copied}, attention on the GPU: B = 4, b_a = 2, 1 slot for KV, 9 tokens" in text
+    loud = "| `loud` | GPU | 2 | 10.0 ms | 0.95 | 1.20 ± 1.30 | yes | cannot be told |"
+    assert f"| {copied}, attention on the GPU {loud}" in text
     doubtful, far = text.split("Where the sign cannot be told")[1].split("Where an op that binds")
     assert [op for op in ("near", "far", "none", "loud", "loud none", "wrong")
             if f"`{op}`" in doubtful] == ["loud", "loud none", "wrong"]  # fmt: skip
     assert "`far`: predicted 1.00, measured 0.75 ± 0.10" in far and "near" not in far
     first, second = scripts.shown._slopes(found)
-    assert first[1:] == ("3 of 6, in 2 situations; of 2 the noise hides it", "**no**, 1 short")
+    assert first[1:] == (
+        "3 of 6, in 2 situations; of 2 the noise hides it; not of `wrong` where weights are "
+        "copied, attention on the GPU",
+        "**no**, 1 short",
+    )
+    # In the picture too: one legend, situations in words, the op that disagrees.
+    axes = scripts.draw.slopes(found)
+    titles = [ax.get_title(loc="left") for ax in axes]
+    assert titles == ["Weights stay on the GPU, attention on the GPU",
+                      "Weights are copied, attention on the GPU"]  # fmt: skip
+    assert [ax.get_legend() is not None for ax in axes] == [True, False]
+    assert len({bar.get_facecolor() for ax in axes for bar in ax.patches}) == 1
+    assert [len(ax.texts) for ax in axes] == [0, 2]  # one goes beyond the axis
+    [said] = [t for t in axes[1].texts if t.get_text() == "sign not as predicted"]
+    assert axes[1].get_yticklabels()[said.xy[1]].get_text().startswith("wrong ")
     assert second[1:] == ("1 of 4", "**no**, 3 short")
     found["situations"][1]["slopes"].pop()
     assert scripts.shown._slopes(found)[0][2] == "yes, where it can be told"
 
 
-def test_a_bias_of_the_curve_is_no_scatter(scripts):
-    def curve(*rates):
-        low_high = {"tokens_per_s": 100.0, "low": 95.0, "high": 105.0}
-        return [low_high | {"measured_tokens_per_s": rate} for rate in rates]
+def curve(*rates, half=5.0):
+    """Of equal predictions, in a band that reaches ``half`` to either side."""
+    told = {"tokens_per_s": 100.0, "low": 100.0 - half, "high": 100.0 + half}
+    at = np.linspace(0, 1, len(rates)).tolist()
+    return [
+        told | {"omega": w, "measured_tokens_per_s": rate}
+        for w, rate in zip(at, rates, strict=True)
+    ]
 
+
+def test_a_bias_of_the_curve_is_no_scatter(scripts):
     [below, _] = scripts.report._bias(curve(98, 98, 97, 98, 101))
     assert "reaches 5.0% to either side" in below and "points are 2.0% off" in below
     assert "4 of 5 lie below the prediction: that is a bias" in below
-    assert "on both sides" in scripts.report._bias(curve(98, 103, 97, 101, 101))[0]
+    both = scripts.report._bias(curve(98, 103, 97, 101, 101))[0]
+    assert "on both sides of the prediction, without a trend" in both and "5 of 5 lie" in both
+
+
+def test_a_curve_that_drifts_is_not_said_to_scatter(scripts):
+    """Its points lay on both sides of the prediction, the first half on one, the others on one."""
+    rates = (96.6, 96.3, 96.8, 97.1, 98, 99, 99.1, 98.9, 100.9, 101, 101.1)
+    drifts = curve(*rates, half=1.4)
+    [said, _] = scripts.report._bias(drifts)
+    assert "the prediction is 3.4% too fast at ω = 0 and 1.1% too slow at ω = 1" in said
+    assert "the predicted curve is less steep than the measured one" in said
+    assert "changes by +0% as predicted, by +5% as measured" in said
+    assert "6 of 11 lie within it, and 10 would be expected of 90%. So the band is too nar" in said
+    assert scripts.judge.trend(range(11), rates) == pytest.approx(1 - 6 * 8 / (11 * 120))
+    # In another order they are neither, and of few points nothing is told.
+    mixed = (*rates[::2], *rates[1::2])
+    assert scripts.judge.trend(range(11), mixed) is None
+    assert scripts.judge.trend(range(4), rates[3:7]) is None
+    assert scripts.judge.trend(range(9), [0.01] * 9) is None
+
+
+def test_coverage_is_held_against_what_the_band_says(scripts):
+    def of(inside):
+        return scripts.judge.Coverage.of(curve(*[100] * inside, *[90] * (11 - inside)))
+
+    assert [of(n).short for n in (11, 9, 8, 7, 6)] == [False, False, False, True, True]
+    assert (of(6).inside, of(6).expected, of(6).n) == (6, 10, 11)
+    what, found, met = scripts.shown._curve(curve(*[100] * 6, *[90] * 5))
+    assert found == (
+        "11, measured and predicted with bands; 6 within the 90% band, 10 would be expected: the "
+        "band does not hold what the profile misses"
+    )
+    assert "measured and predicted with bands" in what and met == "yes"
+    assert scripts.shown._curve(curve(*[100] * 9, 90, 90))[1].endswith("10 would be expected")
+    assert scripts.shown._curve([])[1:] == ("not measured", "**no**, 11 short")
+
+
+def test_drawn_points_that_fetch_are_said_to_be_off_to_one_side(scripts):
+    def fetches(i, share, error):
+        op = {"fetch_kv": {"measured_s": share}} if share else {}
+        return point(f"decode-1-{i}", 1.0, 1.0 + error) | {"ops": op, "error": error}
+
+    shares = (0, 0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.6, 0.8)
+    some = [fetches(i, share, 0.01 - 0.04 * share) for i, share in enumerate(shares)]
+    [said, _] = scripts.report._fetching(some)
+    assert "The errors of the 9 drawn decode points of m have a trend" in said
+    assert "leans to too fast" in said
+    assert "All 3 drawn points that fetch KV for 50% of a step or more are predicted too" in said
+    assert "fast, by 1.0% to 2.2%" in said
+    # What is not there is not said; nor of the curve's points, which differ in ω alone.
+    assert scripts.report._fetching([p | {"name": "omega-0.1"} for p in some]) == []
+    mixed = [fetches(i, 0.6, (-1) ** i * 0.01) for i in range(9)]
+    assert scripts.report._fetching(mixed) == []
+
+
+def test_code_that_was_changed_after_the_runs_were_seen_is_said_to_be(scripts, tmp_path):
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    path = folder / "profile_notes.json"
+    notes = json.loads(path.read_text(encoding="utf-8"))
+
+    def said(**more):
+        path.write_text(json.dumps(notes | more), encoding="utf-8")
+        kept = scripts.kept.Kept(folder)
+        return " ".join(scripts.shown.summary(kept)), scripts.report.report(folder)
+
+    changed, blind = "was changed after these runs had been seen", "The points were drawn blind."
+    was = {"step_median": 0.0123, "step_worst": 0.0345, "per_op": 0.0567}
+    for text in said(notes=["x"], as_measured=was):
+        assert f"{blind} The code that makes curves from the profile's times {changed}. By" in text
+        assert "to 1.2% in the median and 3.5% at worst, and operations to 5.7%." in text
+    assert "By the code of today, as above, it is " in said(as_measured=was)[1]
+    for text in said(notes=["its curves were made anew, of old times"], as_measured=None):
+        assert changed in text
+    notes.pop("as_measured", None)
+    summary, text = said(notes=["m: there was no time left for 2 points", "n: there was no time "
+                                "left for 3 points", "what nobody knows"])  # fmt: skip
+    assert blind in summary and changed not in summary + text
+    # What follows of notes stands once, behind the last of its kind.
+    assert text.count("*So*: tasks of these ops") == 1 and "- what nobody knows.\n" in text
+    assert text.index("n: there was no") < text.index("*So*") < text.index("what nobody knows")
+    assert "## What the profile notes" not in said(notes=[])[1]
+
+
+def test_words_of_the_report_are_told(scripts):
+    text = scripts.report.REPORT.read_text(encoding="utf-8")
+    words = text.partition("## Words")[2].partition("\n## ")[0]
+    for word in ("seed", "wave", "tau", "regret", "issuing thread", "slope", "roofline", "band"):
+        assert f"- **{word}" in words, word
+
+
+def test_pictures_say_what_is_in_them(scripts):
+    import matplotlib.pyplot as plt
+    import pandas as pd
+
+    kept = scripts.kept.Kept()
+    if kept.predicted is None:
+        pytest.skip("nothing has been predicted yet")
+    left, right = scripts.draw.predicted_and_measured(kept.predicted["points"])
+    said = [t.get_text() for t in left.get_legend().get_texts()]
+    assert said[-2:] == ["filled: drawn at random", "empty: curve over ω, planner's choice"]
+    left, right = scripts.draw.curve(pd.DataFrame(kept.predicted["curve"]))
+    assert left.get_ylim()[0] > 0 and "does not start at 0" in left.get_title(loc="left")
+    c = scripts.judge.Coverage.of(kept.predicted["curve"])
+    assert f"{c.inside} of {c.n} in the band, {c.expected} exp" in right.get_title(loc="left")
+    plt.close("all")
 
 
 def test_mean_and_median_steps_that_differ_are_named(scripts):
@@ -592,9 +729,9 @@ def test_report_of_what_was_made(scripts, made, tmp_path):
     )
     assert "- tiny decode-1-0: a run hung or broke off" in text
     assert "on CPU lanes" in text
-    for name, where in (("kept", "stay on the GPU"), ("copied", "are copied")):
-        assert f"- {name}: all weights {where}; B = 16, b_a = 64, 2 slots for KV, 40" in text
-        assert f"| {name} | `attn_cpu` | CPU | 2 |" in text
+    for where in ("stay on the GPU", "are copied"):
+        assert f"- weights {where}, attention on both: B = 16, b_a = 64, 2 slots for KV, 4" in text
+        assert f"| weights {where}, attention on both | `attn_cpu` | CPU | 2 |" in text
     found = json.loads((made[1] / "slopes.json").read_text(encoding="utf-8"))
     assert [(s["steps"], s["rounds"]) for s in found["situations"]] == [(6, 2)] * 2
     assert " of 5, in 2 situations" in text

@@ -89,6 +89,8 @@ def test_efficiency_is_linear_between_and_flat_outside():
 def test_unknown_name():
     with pytest.raises(InvalidInput, match="'c9' is no machine.*c1, c2, c3, h200"):
         HardwareSpec.from_name("c9")
+    with pytest.raises(InvalidInput, match=r"this machine is HardwareSpec\.detect\(\)"):
+        HardwareSpec.from_name("here")  # as --hw has it
 
 
 def test_with_changes_one_field_and_its_source():
@@ -205,6 +207,8 @@ def test_detect_without_a_gpu_says_so(tmp_path, monkeypatch):
     assert hw.gpu_name == "none (CPU lanes)" and hw.cpu_name.startswith("Test CPU, ")
     assert hw.host_memory_bytes == 64 * 2**30 and hw.source["host_memory_bytes"] == "/proc/meminfo"
     assert hw.kind("host_memory_bytes") == "read from the system"
+    for said in (str(hw), hw.explain()):  # what a file has is not for people
+        assert said.startswith(f"HardwareSpec {hw.name}: CPU lanes (no GPU); Test CPU, ")
     assert "no GPU seen" in hw.source["gpu_flops"] and "assumed" in hw.source["h2d_bytes_per_s"]
     given = {key for key in field_names() if getattr(hw, key) is not None}
     assert given <= hw.source.keys()

@@ -149,7 +149,8 @@ def test_of_no_steps_nothing_is_told(graph):
 
 
 def test_what_copies_and_fetched_kv_move_together_and_copies_alone(graph):
-    copy, fetch, attend = (first(graph, op) for op in ("copy_expert", "fetch_kv", "attn_cpu"))
+    ops = ("copy_expert", "fetch_kv", "attn_cpu", "append_kv", "send_qkv")
+    copy, fetch, attend, append, send = (first(graph, op) for op in ops)
     weights, kv = copy.work.h2d_bytes, fetch.work.h2d_bytes
     assert weights > 0 and kv > 0
     times = [
@@ -164,9 +165,16 @@ def test_what_copies_and_fetched_kv_move_together_and_copies_alone(graph):
         ran(fetch, 40.0, 5.0),
         ran(attend, 40.0, 5.0),
         ran(copy, 50.0, 1e-4),  # too short to tell
+        ran(copy, 60.0, 2.0),  # beside what goes down
+        ran(append, 60.0, 2.0),
+        ran(copy, 70.0, 2.0),
+        ran(send, 70.0, 2.0),
+        ran(copy, 80.0, 6.0),  # beside KV, of which the launch took the most
+        ran(fetch, 80.0, 6.0, issued_s=85.0),
     ]
     moved = InStep(graph, times).shared_link()
-    assert moved == pytest.approx(np.array([[2 * weights, 2.5], [weights, 3.0], [2 * kv, 3.0]]))
+    expected = [[2 * weights, 2.5], [2 * weights, 9.0], [2 * kv, 3.0]]
+    assert moved == pytest.approx(np.array(expected))
     assert not InStep(graph, []).shared_link().any()
 
 

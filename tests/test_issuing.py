@@ -447,8 +447,9 @@ class InWhole(Rest):
 
     __slots__ = ()
 
-    def rested(self, seconds: float) -> None:
-        self.cold = max(self.cold, min(seconds, 8.0))
+    def before(self, rest_s: float, op: str) -> float:
+        self.cold = max(self.cold, min(rest_s, 8.0))
+        return self.cold
 
     def handed_over(self) -> None:
         self.cold //= 2

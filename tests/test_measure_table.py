@@ -18,13 +18,17 @@ from small_models import MIXTRAL, deepseek, mixtral  # noqa: E402
 import moegen as mg  # noqa: E402
 from moegen.errors import Infeasible, InvalidInput, MachineError  # noqa: E402
 from moegen.exec import company as company_module  # noqa: E402
+from moegen.exec import op_points  # noqa: E402
 from moegen.exec import table as table_module  # noqa: E402
 from moegen.exec.company import PAIRS  # noqa: E402
 from moegen.exec.neighbours import Neighbours  # noqa: E402
-from moegen.exec.table import _as_fast_as_seen  # noqa: E402
+from moegen.exec.op_bench import OpBench  # noqa: E402
+from moegen.exec.table import _as_fast_as_seen, _unsure  # noqa: E402
+from moegen.exec.told import Told  # noqa: E402
 from moegen.graph import host_memory  # noqa: E402
 from moegen.graph.curve import Curve  # noqa: E402
 from moegen.graph.features import FEATURES_OF  # noqa: E402
+from moegen.graph.latencies import Latencies  # noqa: E402
 from moegen.graph.profile_table import ProfileTable  # noqa: E402
 from moegen.sim.measured import Measured  # noqa: E402
 
@@ -122,6 +126,8 @@ def test_waiting_was_measured_too(profiled):
 
 
 def test_time_is_respected_and_each_op_measured_all_the_same(quick, monkeypatch):
+    monkeypatch.setattr(table_module, "_OVER_S", 0.1)
+    monkeypatch.setattr(table_module, "_unsure", lambda found: None)  # others may be at work here
     """Without any time at all each op is measured at its smallest size, no op at any other."""
     monkeypatch.setattr(Neighbours, "note", lambda self: "others used all cores")
     notes: list[str] = []
@@ -136,6 +142,47 @@ def test_time_is_respected_and_each_op_measured_all_the_same(quick, monkeypatch)
     assert {op for c in table.curves for op in c.ops} == ops | {"attn_prefill"}
     prefill = next(c for c in table.curves if c.ops == ("pre_attn",) and c.phase == "prefill")
     assert prefill.axes["tokens"] == (64.0,)
+
+
+def test_what_rests_cost_is_taken_off_by_what_the_same_steps_tell(quick, monkeypatch):
+    """Else the simulated thread, which pays for rests, would pay twice."""
+    law, asked = Latencies(gpu_to_host_s=1e-5, rested_issue=4.0, rested_turn=0.5), []
+    all_of = Told.handed_over
+
+    def handed_over(self, of):
+        asked.append(of)
+        return all_of(self, of)
+
+    monkeypatch.setattr(table_module, "latencies_of", lambda told, on_gpu: law)
+    monkeypatch.setattr(Told, "handed_over", handed_over)
+    notes: list[str] = []
+    found = mg.profile([mixtral(), deepseek()], device="cpu", budget_s=0.01, notes=notes)
+    assert found.latencies == law and asked == [law, law]
+    # Four times is the most that is tried: it may be more.
+    assert any("more than was tried, 4 times" in note for note in notes)
+
+
+def test_ops_of_a_crowd_are_timed_in_one_and_no_others(quick, monkeypatch):
+    crowded, time = set(), OpBench.time
+
+    def timed(self, op, span_s, crowd=False):
+        crowded.add((self.graph.phase, self.graph.shape.rows, op, crowd))
+        return time(self, op, span_s, crowd)
+
+    monkeypatch.setattr(OpBench, "time", timed)
+    monkeypatch.setattr(
+        table_module,
+        "decode_points",
+        lambda model, on_gpu: (
+            p._replace(crowd=p.graph.shape.rows == 16)
+            for p in op_points.decode_points(model, on_gpu=on_gpu)
+        ),
+    )
+    mg.profile([mixtral()], device="cpu", budget_s=4.0)
+    ops = {op for phase, rows, op, _ in crowded if (phase, rows) == ("decode", 16)}
+    assert op_points.CROWDED_OPS & ops and ops - op_points.CROWDED_OPS
+    for phase, rows, op, crowd in crowded:
+        assert crowd == ((phase, rows) == ("decode", 16) and op in op_points.CROWDED_OPS)
 
 
 def test_models_that_share_a_width_have_one_curve_of_it(quick):
@@ -161,6 +208,20 @@ def curve(**over):
         "source": "by hand",
     }
     return Curve(**(kept | over))
+
+
+def test_points_that_something_else_disturbed_are_named():
+    axes = {"tokens": (1.0, 8.0), "flops_per_token": (10.0,)}
+
+    def of(*spread, phase="decode"):
+        spreads = tuple((s,) for s in spread)
+        return Curve(("route",), axes, ((1.0,), (2.0,)), "made up", phase, spreads)
+
+    assert _unsure([of(0.4, 1.0), of(0.0, 0.9, phase="prefill")]) is None
+    note = _unsure([of(0.4, 7.36), of(1.2, 0.1, phase="prefill")])
+    assert note.startswith("what route at tokens=8, flops_per_token=10 in decode took differs")
+    assert "7.4 times that, and so at 1 more:" in note
+    assert "and so at" not in _unsure([of(0.4, 1.5)])
 
 
 def test_arithmetic_is_as_fast_as_the_fastest_kernel():
@@ -209,6 +270,8 @@ def nothing_is_measured(monkeypatch):
         ({"budget_s": 0}, "budget_s must be a finite number above 0, got 0"),
         ({"budget_s": float("nan")}, "budget_s must be a finite number above 0, got nan"),
         ({"budget_s": "60"}, "budget_s must be"),
+        ({"on_progress": None}, "on_progress must be callable"),
+        ({"notes": 5}, "notes must be a list, to which lines are added, got 5"),
         ({"device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
     ],
 )

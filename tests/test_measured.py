@@ -195,6 +195,27 @@ def test_there_is_no_jump_at_the_edge(make, edge):
         assert COST.seconds(make(edge * side)) == pytest.approx(at, rel=1e-6)
 
 
+def test_where_one_size_was_measured_more_adds_what_the_roofline_says():
+    """Of a small one most is what a call takes: it says nothing of how much a larger one takes."""
+    axes = {"rows": (10,), "bytes_per_row": (4, 8), "flops_per_byte": (2,)}
+    cost = Measured(table(Curve(("attn_cpu",), axes, (((30,), (32,)),), "made up")))
+    # By the rates 10 rows of 4 bytes take 2 s, each further one 0.2.
+    assert asked(attended(10, 4), cost) == (30, "measured")
+    assert asked(attended(100, 4), cost) == (pytest.approx(30 + 18), "extrapolated")
+    assert asked(attended(1, 4), cost) == (pytest.approx(30 - 1.8), "extrapolated")
+    # Along what has several sizes it goes on by the ratio first.
+    assert asked(attended(100, 16), cost)[0] == pytest.approx(32 * 8 / 4 + 80 - 8)
+    # What was faster than by the rates is so beyond it, and never less than nothing.
+    fast = Measured(table(Curve(("attn_cpu",), axes, (((1,), (2,)),), "made up")))
+    assert fast.seconds(attended(100, 4)) == pytest.approx(10)
+    assert fast.seconds(attended(1, 4)) == pytest.approx(0.1)
+    # What is launched again takes as long again.
+    one = {"tokens": (4, 8), "flops_per_token": (10,), "launches": (2,)}
+    twice = Measured(table(Curve(("expert",), one, (((90,),), ((99,),)), "made up")))
+    whole, half = (CostModel.roofline(HW).seconds(product(4 * n, 10, n)) for n in (2, 1))
+    assert twice.seconds(product(4, 10, 1)) == pytest.approx(90 * half / whole)
+
+
 def test_an_op_that_was_not_measured_takes_the_roofline():
     roofline = CostModel.roofline(HW)
     t = task("fetch_kv", "KV", Work(h2d_bytes=100))
@@ -219,9 +240,9 @@ def test_rows_of_other_lengths_cost_a_call_each():
     cost = Measured(table(hw=HW.with_(cpu_call_s=0.25)))
     assert asked(attended(10, 4, calls=1), cost) == (3, "measured")
     assert asked(attended(10, 4, calls=5), cost) == (4, "interpolated")
-    # Twice the rows take 0.25 s and 8 s by the rates, where those measured take 0.25 and 4.
+    # Twice the rows take 0.25 s and 8 s by the rates, where the only ones measured take 0.25 and 4.
     beyond = asked(attended(20, 8, calls=3), cost)
-    assert beyond == (pytest.approx(5 * 8.25 / 4.25 + 0.5), "extrapolated")
+    assert beyond == (pytest.approx(5 + 4 + 0.5), "extrapolated")
 
 
 def test_host_code_is_not_the_machines():
@@ -356,16 +377,30 @@ def test_a_model_keeps_its_own_curve_however_much_there_is_to_do(op):
             before = seconds
 
 
-def test_of_curves_as_near_the_first_is_taken():
-    first, wide = (
-        narrow(seconds=1),
-        Curve(
-            ("post_attn",), {"tokens": (2, 8), "flops_per_token": (10,)}, ((5,), (5,)), "made up"
-        ),
-    )
-    assert asked(projected(4, 10), Measured(table(first, wide)))[0] == 1
-    assert asked(projected(4, 10), Measured(table(wide, first)))[0] == 5
-    assert asked(projected(2, 10), Measured(table(first, wide)))[0] == 5
+def tokens_of(values, seconds):
+    axes = {"tokens": values, "flops_per_token": (10,)}
+    return Curve(("post_attn",), axes, tuple((s,) for s in seconds), "made up")
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_curves_that_reach_a_task_the_one_with_points_close_to_it_is_asked(turn):
+    wide, close = tokens_of((1, 64), (1, 64)), tokens_of((4, 8, 128), (100, 200, 300))
+    cost = Measured(table(*(wide, close)[::turn]))
+    assert asked(projected(6, 10), cost) == (150, "interpolated")
+    assert asked(projected(8, 10), cost) == (200, "measured")
+    assert asked(projected(2, 10), cost) == (2, "interpolated")  # the other does not reach it
+    # What was measured is what it takes, whoever's other points are close to it.
+    assert asked(projected(64, 10), cost) == (64, "measured")
+    # Nor does it matter how close they are where another is nearer.
+    assert asked(projected(100, 10), cost)[1] == "interpolated"
+    assert asked(projected(200, 10), cost)[0] > 300
+
+
+def test_of_curves_as_near_and_as_close_the_first_is_taken():
+    first, second = tokens_of((2, 8), (1, 1)), tokens_of((2, 8, 16), (5, 5, 5))
+    for tokens in (2, 4, 8):
+        assert asked(projected(tokens, 10), Measured(table(first, second)))[0] == 1
+        assert asked(projected(tokens, 10), Measured(table(second, first)))[0] == 5
 
 
 def test_a_width_off_by_rounding_is_the_width():

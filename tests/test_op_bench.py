@@ -19,8 +19,10 @@ from moegen.exec import bulk, table  # noqa: E402
 from moegen.exec.bulk import bulk_copies  # noqa: E402
 from moegen.exec.host_code import handed_over  # noqa: E402
 from moegen.exec.in_step import Spans  # noqa: E402
+from moegen.exec.kv import KVStore  # noqa: E402
 from moegen.exec.op_bench import op_bench  # noqa: E402
 from moegen.exec.op_points import Agenda, Point, strategy  # noqa: E402
+from moegen.exec.synthetic import MadeUpKV  # noqa: E402
 from moegen.exec.timing import Bench  # noqa: E402
 from moegen.exec.told import Told  # noqa: E402
 from moegen.exec.waits import latencies  # noqa: E402
@@ -36,6 +38,12 @@ SPAN_S = 1e-3
 def bench():
     with Bench(CPU) as b:
         yield b
+
+
+@contextmanager
+def benched(g, machinery, bench, **more):
+    with MadeUpKV(machinery) as kv:
+        yield op_bench(g, machinery, kv, bench, **more)
 
 
 # -- spans of a lane -------------------------------------------------------------------
@@ -145,7 +153,7 @@ def prefill(engine):
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
     g = decode(engine) if phase == "decode" else prefill(engine)
-    with op_bench(g, engine.machinery, bench) as ops:
+    with benched(g, engine.machinery, bench) as ops:
         for op in dict.fromkeys(t.id.op for t in g):
             found = ops.time(op, SPAN_S)
             tasks = [t for t in g if t.id.op == op and not t.work.empty]
@@ -158,7 +166,7 @@ def test_every_op_of_a_graph_is_timed_by_the_kind(engine, bench, phase):
 
 def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
     for g in (decode(engine), decode(engine, rows=5), decode(engine, group=2)):
-        with op_bench(g, engine.machinery, bench) as ops:
+        with benched(g, engine.machinery, bench) as ops:
             tokens = dict(ops._step.counts)
             assert set(tokens) == set(engine.model.moe_layers)
             ends = ops._program.scratch.expert_ends
@@ -177,7 +185,7 @@ def test_tokens_are_dealt_out_as_the_graph_counts_them(engine, bench):
 def test_what_the_act_lane_carries_is_timed_alone_and_beside_copies_of_weights(
     engine, bench, monkeypatch, op
 ):
-    with op_bench(decode(engine), engine.machinery, bench) as ops:
+    with benched(decode(engine), engine.machinery, bench) as ops:
         asked = []
 
         def spans(lane, work, *, beside, **more):
@@ -200,7 +208,7 @@ def test_what_the_act_lane_carries_is_timed_alone_and_beside_copies_of_weights(
 
 
 def test_steps_tell_what_a_kernel_takes_in_a_crowd(engine, bench, monkeypatch):
-    with op_bench(decode(engine), engine.machinery, bench) as ops:
+    with benched(decode(engine), engine.machinery, bench) as ops:
         monkeypatch.setattr(
             ops._in_step, "spans", lambda tasks: Spans([1.0, 1.0], [4.0, 4.0], [2.0, 2.5])
         )
@@ -213,7 +221,7 @@ def by_itself(engine, bench, monkeypatch, *, omega=0.5, crowded_s=5.0, spans=Non
     """A GPU's steps, what is asked of its ops by themselves, and what these then take: 1 s alone,
     2 s beside copies of weights."""
     g = mg.build(engine.model, strategy(engine.model, 12, 6, omega, 1), kv_len=16)
-    with op_bench(g, engine.machinery, bench) as ops:
+    with benched(g, engine.machinery, bench) as ops:
         asked = []
 
         def takes(tasks, span_s, beside):
@@ -290,7 +298,7 @@ def test_who_is_in_no_crowd(engine, bench, monkeypatch):
 
 def test_all_ops_of_a_step_tell_what_they_take_of_the_thread(engine, bench):
     """Not only those that are timed at its size: the thread's code is the same."""
-    with op_bench(decode(engine), engine.machinery, bench) as ops:
+    with benched(decode(engine), engine.machinery, bench) as ops:
         told = {h.task.id.op: h for h in handed_over(ops.graph, ops.records, Latencies())}
         assert set(told) == {t.id.op for t in ops.graph if t.work and not t.work.empty}
         assert all(h.issue_s > 0 and h.turn_s >= 0 and h.times >= 1 for h in told.values())
@@ -298,7 +306,7 @@ def test_all_ops_of_a_step_tell_what_they_take_of_the_thread(engine, bench):
 
 def test_attention_on_the_cpu_reads_other_rows_each_time(engine, bench, monkeypatch):
     """Else it would read what a cache holds."""
-    with op_bench(decode(engine), engine.machinery, bench) as ops:
+    with benched(decode(engine), engine.machinery, bench) as ops:
         used = []
         monkeypatch.setattr(
             type(ops._program), "run", lambda self, task, index, step: used.append((task, step))
@@ -322,34 +330,60 @@ def test_attention_on_the_cpu_reads_other_rows_each_time(engine, bench, monkeypa
         assert {id(s) for _, s in used} == {id(ops._step)}
 
 
-def test_its_memory_is_given_back(engine, bench, monkeypatch):
-    from moegen.exec.kv import KVStore
+def test_kv_is_made_up_anew_only_where_more_is_needed_and_given_back(engine, monkeypatch):
+    """Making it up takes longer than a step; two at once may be more than there is."""
+    events = []
+    made, given = KVStore.__init__, KVStore.close
 
-    closed = []
-    monkeypatch.setattr(KVStore, "close", lambda self: closed.append(self))
-    with op_bench(decode(engine), engine.machinery, bench), pytest.raises(ZeroDivisionError):
+    def init(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        events.append(("made", self.tokens))
+
+    def close(self):
+        events.append(("closed", self.tokens))
+        given(self)
+
+    monkeypatch.setattr(KVStore, "__init__", init)
+    monkeypatch.setattr(KVStore, "close", close)
+    with pytest.raises(ZeroDivisionError), MadeUpKV(engine.machinery) as kv:
+        first = kv.store(100)
+        assert all(layer.isfinite().all() and layer.any() for layer in first.layers)
+        assert kv.store(40) is kv.store(100) is first
+        assert kv.store(200) is not first
+        assert events == [("made", 100), ("closed", 100), ("made", 200)]
         raise ZeroDivisionError
-    assert len(closed) == 1
+    assert events[3:] == [("closed", 200)]
+
+
+def test_points_of_a_grid_share_their_kv(engine, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        MadeUpKV, "store", lambda self, n, of=MadeUpKV.store: made.append(of(self, n)) or made[-1]
+    )
+    points = [Point(decode(engine, rows), ("route",), "decode") for rows in (12, 4, 8)]
+    agenda = Agenda(points, time.perf_counter() + 60)
+    with MadeUpKV(engine.machinery) as kv:
+        list(table._timed(engine.machinery, kv, agenda, Told(1e9), []))
+    assert len(made) == 3 and made[0] is made[1] is made[2]
 
 
 def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monkeypatch):
     """At once, not when cycles are looked for: two points' slots may be more than there is."""
     alive, at_begin = [], []
 
-    @contextmanager
     def watched(*args, **kwargs):
         at_begin.append([ref for ref in alive if ref() is not None])
-        with op_bench(*args, **kwargs) as ops:
-            alive.append(weakref.ref(ops))
-            yield ops
+        ops = op_bench(*args, **kwargs)
+        alive.append(weakref.ref(ops))
+        return ops
 
     points = [Point(decode(engine, rows), ("expert", "pre_attn"), "decode") for rows in (4, 8, 12)]
     monkeypatch.setattr(table, "op_bench", watched)
     gc.disable()
     try:
         agenda = Agenda(points, time.perf_counter() + 60)
-        machine = mg.HardwareSpec.from_name("h200")
-        found = list(table._timed(engine.machinery, agenda, [], Told(), machine))
+        with MadeUpKV(engine.machinery) as kv:
+            found = list(table._timed(engine.machinery, kv, agenda, Told(1e9), []))
     finally:
         gc.enable()
     assert {t.task.id.op for t in found} == {"expert", "pre_attn"}
@@ -358,13 +392,13 @@ def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monke
 
 @pytest.mark.parametrize("steps", [3, 5])
 def test_so_many_steps_run_and_all_but_two_count(engine, bench, steps):
-    with op_bench(decode(engine), engine.machinery, bench, steps=steps) as ops:
+    with benched(decode(engine), engine.machinery, bench, steps=steps) as ops:
         assert {t.task.step for t in ops.records} == set(range(2, steps))
         assert ops.time("route", SPAN_S)  # on what the last step left
 
 
 def test_the_run_before_says_how_long_one_waits(engine, bench):
-    with op_bench(decode(engine), engine.machinery, bench) as ops:
+    with benched(decode(engine), engine.machinery, bench) as ops:
         found = latencies([ops.records], on_gpu=True)
     assert {t.task.op for t in ops.records} == {t.id.op for t in ops.graph}
     assert min(t.task.step for t in ops.records) == 2  # the first two compile and fill

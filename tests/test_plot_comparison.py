@@ -72,6 +72,34 @@ def test_the_waterfall_leads_from_measured_to_predicted():
     assert [b.get_width() for b in right.patches] == pytest.approx([2.0, 2.5, 1.0, 0.8])
 
 
+def test_an_axis_that_does_not_start_at_0_says_so():
+    near = {"copy": 2.0, "use": 1.0}
+    left, _ = chain(near, {"copy": 2.02, "use": 1.0}).plot()
+    assert left.get_ylim()[0] > 0 and "; the axis starts at " in left.get_ylabel()
+    far, _ = chain(near, {"copy": 9.0, "use": 1.0}).plot()
+    assert far.get_ylim()[0] == 0 and "starts" not in far.get_ylabel()
+    assert "the mean step is predicted 0.7% too fast" in left.get_title(loc="left")
+
+
+def test_an_op_that_hides_behind_others_is_starred():
+    """It is off, and no part of the step's error: its bar is on the right alone."""
+    graph = TaskGraph(
+        (task("long", "GPU"), task("hidden", "BULK")),
+        (edge("long", "long", distance=1), edge("hidden", "hidden", distance=1)),
+    )
+    ids, start, end = [], [], []
+    for k in range(4):
+        for op, duration in (("long", 3.0), ("hidden", 1.5)):
+            ids.append(tid(op, k))
+            start.append(3.0 * k)
+            end.append(3.0 * k + duration)
+    real = Timeline(graph, ids, start, end, source="measured")
+    left, right = mg.compare(CostModel.fixed({"long": 2.8, "hidden": 1.0}), real).plot()
+    assert "hidden" not in labels(left) and "long" in labels(left)
+    said = [t.get_text().strip() for t in right.texts]
+    assert said == ["-6.7%", "-33.3% *"] and "* no bar on the left" in right.get_xlabel()
+
+
 def test_many_ops_are_the_first_few_and_others():
     ops = {f"op{i}": 1.0 for i in range(9)}
     c = chain(ops, {op: 1.0 + 0.05 * (i + 1) for i, op in enumerate(ops)})

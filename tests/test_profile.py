@@ -196,10 +196,11 @@ def test_it_is_measured_once(cache, measured):
     assert [path.suffix for path in cache.iterdir()] == [".json"]
 
 
-def test_it_is_measured_anew_when_asked(cache, measured):
+def test_it_is_measured_anew_when_asked_and_what_was_kept_stays(cache, measured):
+    """A machine may be busy when it is profiled; runs go on by what they know."""
     machine_profile(CPU, F32)
     assert machine_profile(CPU, F32, fresh=True).h2d_bytes_per_s == measured[1]
-    assert machine_profile(CPU, F32).h2d_bytes_per_s == measured[1]
+    assert machine_profile(CPU, F32).h2d_bytes_per_s == measured[0]
 
 
 def test_each_kernel_of_the_cpus_attention_has_its_own(cache, measured, monkeypatch):

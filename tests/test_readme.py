@@ -154,6 +154,11 @@ def test_measured_numbers_are_those_of_the_report():
     shares = [row[column] for row in rows if "%" in "".join(row[column:])]
     assert numbers == [min(shares, key=_percent), max(shares, key=_percent)]
     assert "4 layers of mixtral-8x7b at true width, random weights" in table
+    # Nothing else that was measured is named but of the whole model.
+    whole = report.partition("## Against the peers, the whole model")[2].partition("## ")[0]
+    assert "all 32 layers" in whole and "1,053 tokens/s" in whole and "1,053 tokens" in said
+    assert "under 24.00 GiB of GPU memory" in report and "under 24 GiB of GPU memory" in said
+    assert "Decode of all 32 layers, the same widths, cap and kind of machine" in whole
 
 
 def _percent(text: str) -> float:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 pytest.importorskip("torch")
 
+from moegen.exec.host_code import handed_over  # noqa: E402
 from moegen.exec.issue import Times  # noqa: E402
-from moegen.exec.rests import costs_of_rests, how_cold  # noqa: E402
-from moegen.graph.latencies import BINDS, Rest  # noqa: E402
+from moegen.exec.rests import MOST_TRIED, costs_of_rests, how_cold  # noqa: E402
+from moegen.graph.latencies import BINDS, FELT_S, Latencies, Rest  # noqa: E402
 from moegen.graph.ops import OPS  # noqa: E402
 from moegen.graph.task import Task, TaskGraph, TaskId, Work  # noqa: E402
 
@@ -64,6 +66,21 @@ def test_a_shorter_rest_of_a_colder_thread_changes_nothing():
     assert cold(*tasks) == [0.0, 3 * LN2, LN2, math.log(1.5)]
 
 
+def test_a_moment_between_two_tasks_is_no_rest():
+    assert FELT_S == 3e-4
+    tasks = [("route", 0, 1), ("route", 0.29, 1), ("route", 0.31, 1), ("route", 0.29, 1)]
+    assert cold(*tasks) == [0.0, 0.0, math.log(1.31), math.log(1.31) / 3]
+
+
+def test_copies_ahead_of_the_first_step_tell_of_no_rest():
+    """The step before had tasks after them: how long the thread rested then nobody knows."""
+    copies = [("copy_expert", 0, 1), ("copy_expert", 20, 1)]
+    assert cold(*copies, ("copy_rows", 20, 1), ("route", 0, 1)) == [0.0] * 4
+    # From then on copies are as any other task.
+    step = [("route", 20, 1), ("copy_expert", 7, 1), ("route", 0, 1)]
+    assert cold(*copies, *step) == [0.0, 0.0, 0.0, 3 * LN2, LN2]
+
+
 def test_tasks_are_in_the_order_in_which_the_thread_turned_to_them():
     times = handed(("route", 0, 1), ("combine", 1, 1), ("expert", 0, 1))
     found = list(how_cold(times))
@@ -89,12 +106,10 @@ def ran(kinds, issue, turn, *, rests=4, warm=9, rest_ms=2.0):
     times, now_s, rest, step = [], 0.0, Rest(), 0
     for n in range(rests + 1):
         for of, (turn_s, issue_s) in kinds.items():
-            if n:
-                pause_s = rest_ms * (1 + n / 4) * MS  # each another
-                now_s += pause_s
-                rest.rested(pause_s)
-            for _ in range(1 + warm):
-                cold = 0.0 if of.id.op in BINDS else rest.cold
+            pause_s = rest_ms * (1 + n / 4) * MS if n else 0.0  # each another
+            for k in range(1 + warm):
+                now_s += 0.0 if k else pause_s
+                cold = rest.before(0.0 if k else pause_s, of.id.op)
                 begins_s = now_s + turn_s * (1 + turn * cold)
                 done_s = begins_s + issue_s * (1 + issue * cold)
                 id_ = of.id._replace(step=step)
@@ -127,6 +142,25 @@ def test_where_nothing_tells_they_cost_nothing():
     assert costs(ran(KINDS, 0.5, 2.0, rest_ms=0.1)) == (0.0, 0.0)
     # Tasks that did nothing.
     assert costs((tells[0], [t._replace(end_s=t.start_s) for t in tells[1]])) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("rests_ms", [(2.0, 2.0), (1.8, 2.2)])
+def test_tasks_that_are_all_about_as_cold_tell_nothing(rests_ms):
+    """There is no warm one to compare them with: their noise would make up a cost."""
+    of, noise = task("route"), random.Random(0)
+    times, now_s = [], 0.0
+    for n in range(40):
+        now_s += rests_ms[n % 2] * MS
+        done_s = now_s + 1e-4 * noise.uniform(0.9, 1.1)
+        times.append(Times(of.id._replace(step=n), 9.0, 10.0, now_s, now_s, done_s))
+        now_s = done_s
+    assert costs((TaskGraph((of,), (), phase="decode"), times)) == (0.0, 0.0)
+
+
+def test_more_than_was_tried_is_not_found():
+    assert costs(ran(KINDS, 9.0, 6.0)) == (MOST_TRIED, MOST_TRIED)
+    issue, turn = costs(ran(KINDS, 0.31, 2.42))
+    assert (issue, turn) == (round(issue, 2), round(turn, 2)) == pytest.approx((0.3, 2.4), abs=0.06)
 
 
 @pytest.mark.parametrize("op", ["copy_dense", "copy_expert", "copy_rows", "embed"])
@@ -170,3 +204,14 @@ def test_each_model_counts_once_however_many_steps_it_has():
     # One that tells nothing does not count.
     none = ran(KINDS, 0.5, 1.0, rests=0)
     assert costs_of_rests([[none], [none], [many]]) == pytest.approx((2.0, 3.0))
+
+
+def test_what_rests_cost_is_taken_off_what_handing_over_takes():
+    g, times = ran(KINDS, 0.5, 2.0)
+    warm = Latencies(rested_issue=0.5, rested_turn=2.0)
+    found = {h.task: (h.turn_s, h.issue_s) for h in handed_over(g, times, warm)}
+    assert found == {of: pytest.approx(seconds) for of, seconds in KINDS.items()}
+    # Each by itself, and neither where nothing is known of rests.
+    none = {h.task: (h.turn_s, h.issue_s) for h in handed_over(g, times, Latencies())}
+    for of, (turn_s, issue_s) in KINDS.items():
+        assert none[of][0] > 1.05 * turn_s and none[of][1] > 1.01 * issue_s

@@ -160,7 +160,7 @@ def test_the_plan_is_told_before_anything_runs(job, engine, monkeypatch):
         "Decode:  B=2, b_a=2, b_e=64, s_expert=1.00 GiB, s_params=0 B"
     )
     assert lines[at["Prefill"]].startswith("Prefill: B=2, b_a=1,")
-    assert " of 476.84 GiB, in the GPU's stead " in lines[at["Memory"]]
+    assert " of 476.84 GiB, CPU lanes (no GPU) " in lines[at["Memory"]]
     assert "link to the GPU" in lines[at["Rates"]]
     assert max(at.values()) < _index(lines, "loading") < _index(lines, "2 of 2 rows answered")
     assert any("both lie in host memory: " in x and "3.00 GiB at its peak" in x for x in lines)

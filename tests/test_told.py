@@ -31,6 +31,7 @@ def ran(of, *, turned_s=0.0, issue_s=1.0, issued_s=1.5):
 
 A, B = task("route"), task("combine")
 GRAPH = TaskGraph((A, B), ())
+RATE = 3.0  # bytes a second of the CPU's attention
 
 ENTRIES = [
     Company("h2d", "host_memory", 0.95, "by themselves"),
@@ -40,7 +41,7 @@ ENTRIES = [
 
 
 def told(lost_s, beside_s):
-    return Told(lost_s=lost_s, beside_s=beside_s)
+    return Told(RATE, lost_s=lost_s, beside_s=beside_s)
 
 
 def test_steps_say_what_copies_keep_beside_the_cpus_attention():
@@ -61,7 +62,7 @@ def test_nothing_is_faster_for_company_nor_stands_still(lost_s, share):
 
 def link(alone, copied, fetched):
     """What a link moved, each as bytes and seconds."""
-    return Told(link=np.array([alone, copied, fetched]))
+    return Told(RATE, link=np.array([alone, copied, fetched]))
 
 
 def test_steps_say_what_copies_and_fetched_kv_move_together():
@@ -98,17 +99,17 @@ def test_what_points_tell_adds_up():
     ops = SimpleNamespace(
         graph=GRAPH, records=[ran(A), ran(B)], slowed_copies=slowed, shared_link=lambda: moved
     )
-    of = Told()
-    of.add(ops, {"route"}, 3.0)
-    of.add(ops, {"route", "combine"}, 3.0)
-    assert of.steps == [(GRAPH, ops.records)] * 2 and asked == [3.0, 3.0]
+    of = Told(RATE)
+    of.add(ops, {"route"})
+    of.add(ops, {"route", "combine"})
+    assert of.steps == [(GRAPH, ops.records)] * 2 and asked == [RATE, RATE]
     handed = of.handed_over(Latencies())
     assert [h.task.id.op for h in handed] == ["route", "route", "combine"]
     assert (of.lost_s, of.beside_s) == (pytest.approx(0.2), pytest.approx(1.0))
     assert of.link == pytest.approx(2 * moved)
 
 
-def test_waits_are_of_all_points_and_rests_only_of_a_thread_with_a_core_for_itself():
+def test_rests_are_told_of_a_thread_with_a_core_for_itself_alone():
     # One task a millisecond after the last, over and over: the second of a pair follows at once,
     # and takes a third of what a rest adds to the first.
     cold = 0.6931471805599453
@@ -126,7 +127,23 @@ def test_waits_are_of_all_points_and_rests_only_of_a_thread_with_a_core_for_itse
     warm = [
         Times(A.id._replace(step=n), 9.0, 10.0, -1.0, -1.0 + 1e-5, -1.0 + 1.1e-4) for n in range(20)
     ]
-    of = Told(steps=[(GRAPH, times), (GRAPH, warm)], tells=[(), ()])
+    of = Told(RATE, steps=[(GRAPH, times), (GRAPH, warm)], tells=[(), ()])
     found = latencies_of([of], on_gpu=True)
     assert (found.rested_issue, found.rested_turn) == (pytest.approx(0.5), pytest.approx(2.0))
     assert latencies_of([of], on_gpu=False) == Latencies()
+
+
+def test_waits_are_told_by_the_steps_of_all_points():
+    send, attend = task("send_qkv"), task("attn_cpu")
+    g = TaskGraph((send, attend), ())
+
+    def step(n, noticed_s):
+        ends_s = 3.0
+        sent = Times(send.id._replace(step=n), 2.0, ends_s, 0.0, 0.0, 0.0)
+        begins_s = ends_s + noticed_s
+        return [sent, Times(attend.id._replace(step=n), begins_s, 9.0, 0.0, 0.0, 0.0)]
+
+    one = Told(RATE, steps=[(g, step(2, 0.1)), (g, step(2, 0.2))], tells=[(), ()])
+    other = Told(RATE, steps=[(g, step(2, 0.6))], tells=[()])
+    for on_gpu in (True, False):
+        assert latencies_of([one, other], on_gpu=on_gpu).gpu_to_cpu_s == pytest.approx(0.2)

@@ -316,6 +316,11 @@ def test_refusals():
         mg.bands({1: g}, cost, mg.Spread(), samples=2, name="low")
     with pytest.raises(InvalidInput, match="timelines must be measured runs, got None"):
         mg.Spread.of(None)
+    for factor in ("x", -1, float("nan")):
+        with pytest.raises(InvalidInput, match="the factor of deviations must be .* at least 0"):
+            mg.Spread({"t": 0.1}).times(factor)
+    with pytest.raises(InvalidInput, match="a graph must be a TaskGraph"):
+        mg.Spread.of_cost(cost, None)
     assert [d.kind for d in mg.Spread().to_frame().dtypes] == ["f", "f"]
     some = mg.Spread({"t": 0.1})
     assert "90% of 2 samples" in repr(mg.uncertainty(g, cost, some, samples=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import matplotlib
 import numpy as np
@@ -13,9 +14,10 @@ from small_models import deepseek, mixtral
 import moegen as mg
 from moegen.errors import InvalidInput
 from moegen.graph.shape import Shape
-from moegen.graph.task import TaskGraph, Work
+from moegen.graph.task import Lane, TaskGraph, Work
 from moegen.sim.corrected import correct
 from moegen.sim.cost import CostModel
+from moegen.sim.scaled import Wrapped
 from moegen.timeline import Timeline
 
 matplotlib.use("agg")
@@ -67,8 +69,10 @@ def test_an_op_that_takes_another_time():
     told = mg.what_if(run, cost, op={"copy_expert": 0.25})
     assert (told.base_s, told.period_s) == (2.0, 1.0)  # now the kernels bind
     assert told.change == -0.5 and told.gain == 1.0
-    assert str(told) == "copy_expert in 0.25 times the time: 2.00 s -> 1.00 s, -50%"
-    assert str(mg.what_if(run, cost, op={"expert": "x4"})).endswith("2.00 s -> 4.00 s, +100%")
+    said = "copy_expert in 0.25 times the time: 2.00 s -> 1.00 s a step, -50% time, +100% tokens/s"
+    assert str(told) == said
+    slower = str(mg.what_if(run, cost, op={"expert": "x4"}))
+    assert slower.endswith("2.00 s -> 4.00 s a step, +100% time, -50% tokens/s")
 
 
 def test_a_link_twice_as_fast_by_hand():
@@ -79,7 +83,8 @@ def test_a_link_twice_as_fast_by_hand():
     assert C2.h2d_bytes_per_s == 25e9
     assert told.base_s == pytest.approx(1.5, rel=1e-9)
     assert told.period_s == pytest.approx(0.75, rel=1e-9)
-    assert str(told) == "link twice as fast: 1.50 s -> 750 ms, -50%"
+    said = "link twice as fast: 1.50 s -> 750 ms a step, -50% time, +100% tokens/s"
+    assert str(told) == said
     told = mg.what_if(run, cost, h2d_bytes_per_s=75e9)
     assert mg.what_if(run, cost, h2d_bytes_per_s="75GB/s").period_s == told.period_s
     for factor in ("1.5", "0.9"):
@@ -169,7 +174,7 @@ def test_another_batch_keeps_lengths_and_routing_in_proportion(B):
     assert sum(counts[0]) == 2 * rows and counts[0][3] == 0
     assert np.allclose(counts[0], np.array([1.0, 0.5, 0.5, 0.0]) * rows, atol=1)
     assert told.gain == pytest.approx(rows / 24 * told.base_s / told.period_s - 1)
-    assert "tokens a second" in str(told)
+    assert str(told).endswith(f" time, {told.gain:+.0%} tokens/s")
 
 
 def test_micro_batches_that_slots_cut_stay_cut():
@@ -331,3 +336,28 @@ def test_a_knob_that_says_nothing_of_a_run_is_refused():
         mg.what_if(wave, ROOF, omega=0.5)
     df = mg.what_ifs(wave, ROOF, [{"omega": 0.5}, {"b_a": 8}])
     assert df["error"].tolist()[0] == "" and "no effect on a prefill run" in df["error"][1]
+
+
+def test_what_has_nothing_to_do_by_its_shape_may_take_a_moment():
+    """Rows without KV yet: fetching none of it takes a run a moment, and no factor gives that."""
+    g = mg.build(mixtral(), S, lengths=[0] * 8)
+    assert all(t.work.empty for t in g if t.id.op == "fetch_kv")
+    truth = Moment(CostModel.roofline(C2.with_(h2d_bytes_per_s=11e9)))
+    run = as_measured(mg.simulate(g, truth, steps=5))
+    assert {t.id.op for t in run.tasks} >= {"fetch_kv", "copy_expert"}
+    cost = correct(CostModel.roofline(C2), run)
+    assert cost.factors["fetch_kv", "decode", Lane.KV] == 1.0
+    # What has something to do and takes no time is refused all the same.
+    free = CostModel.fixed(
+        {t.id: 0.0 if t.id.op == "copy_expert" else 1.0 for t in mg.build(mixtral(), S, kv_len=9)}
+    )
+    with pytest.raises(InvalidInput, match="copy_expert takes no time by the cost model, and"):
+        correct(free, as_measured(mg.simulate(mg.build(mixtral(), S, kv_len=9), truth, steps=3)))
+
+
+class Moment(Wrapped):
+    """Another cost model; what has nothing to do takes 30 us."""
+
+    def estimate(self, task):
+        cost = self.of.estimate(task)
+        return replace(cost, seconds=3e-5) if task.work.empty else cost

@@ -107,7 +107,8 @@ def test_what_the_replay_leaves_out_is_said():
     real = slow_between_tasks()
     told = mg.what_if(real, ROOF, link="x2")
     assert (told.measured_s, round(told.base_s, 9)) == (3.0, 2.0)
-    said = "link twice as fast: 2.00 s -> 1.00 s, -50%; measured 3.00 s, replayed 2.00 s, -33%"
+    said = "link twice as fast: 2.00 s -> 1.00 s a step, -50% time, +100% tokens/s"
+    said += "; measured 3.00 s, replayed 2.00 s, -33%"
     # So much of a step that the answer is none.
     doubt = "replayed, a step takes 33% less than it did, which no answer has in it"
     assert told.doubt == doubt
@@ -122,7 +123,7 @@ def test_what_the_replay_leaves_out_is_said():
 
 def test_the_frame_and_its_picture_name_what_does_not_fit():
     df = mg.what_ifs(run_on(), tight(), [{"B": "x20"}, {"omega": "+0.25"}, {"kv_slots": -1}])
-    assert list(df.columns[:2]) == ["question", "gain"] and df.columns[-1] == "error"
+    assert list(df.columns[:2]) == ["question", "gain"] and df.columns[-1] == "answer"
     misfit = df.set_index("question")["misfit"]
     assert misfit["B 24 -> 480"].startswith("does not fit host memory: needs")
     assert misfit["ω 0.25 -> 0.5"] == "" and (df["error"] != "").sum() == 1
@@ -130,6 +131,21 @@ def test_the_frame_and_its_picture_name_what_does_not_fit():
     said = [text.get_text() for text in ax.texts]
     pale = [bar.get_alpha() < 1 for bar in ax.patches]
     assert [", does not fit" in text for text in said] == pale and sum(pale) == 1
+
+
+def test_a_frame_that_a_terminal_cuts_says_what_percentages_are_of_and_whose_are_in_doubt():
+    import pandas as pd
+
+    df = mg.what_ifs(slow_between_tasks(), ROOF, [{"link": "x2"}, {"kv_slots": 4}])
+    with pd.option_context("display.width", 80, "display.max_columns", 0):
+        link, knob = str(df).splitlines()[1:3]
+    assert link.split(maxsplit=1)[1].startswith("link twice as fast")
+    assert link.endswith("-50% time, +100% tokens/s; in doubt")
+    # Where there is no answer it says why.
+    answers, errors = df["answer"].tolist(), df["error"].tolist()
+    assert answers[1] == errors[1] != "" and "kv_slots" in knob
+    (sure,) = mg.what_ifs(run_on(), tight(), [{"B": "x20"}])["answer"].tolist()
+    assert sure.endswith(" tokens/s; does not fit") and "doubt" not in sure
 
 
 def test_a_long_question_stays_in_the_picture():

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import moegen as mg
+from moegen.cli import words
 from moegen.cli.console import print_json, say, warn
 from moegen.cli.flags import Json, machine, naming, require_apart, require_writable
 from moegen.cli.machine import measured as profile_of
@@ -42,7 +43,8 @@ def compare(
         typer.Option(
             "--hw",
             metavar="NAME|FILE",
-            help="Predict what was measured from this machine's rates: see moegen plan --help.",
+            help="Predict what was measured from a machine's rates: see moegen plan --help. Those "
+            "of here are assumed; moegen profile measures.",
         ),
     ] = None,
     csv: Annotated[
@@ -82,7 +84,7 @@ def compare(
     for flag, path in written.items():
         require_writable(flag, path)
     require_apart(written, [*timelines, *(name for name in (profile, hw) if name)])
-    cost = _cost(profile, hw)
+    machine_, cost = _cost(profile, hw)
     if len(timelines) > 2:
         raise InvalidInput(f"two timelines are compared, and {len(timelines)} files are given")
     *before, real = timelines
@@ -111,6 +113,8 @@ def compare(
         print_json(result.to_dict())
     else:
         print(result)
+        if machine_ is not None:
+            print("\n".join(words.rates(machine_, "of the prediction: ")))
     if csv is not None:
         with naming("--csv"):
             write_text(csv, result.to_frame().to_csv(index=False), "the tasks")
@@ -136,13 +140,19 @@ def _load(path: Path) -> mg.Timeline:
         raise InvalidInput(f"{path}: {error}") from error
 
 
-def _cost(profile: str | None, hw: str | None) -> mg.CostModel | None:
+def _cost(
+    profile: str | None, hw: str | None
+) -> tuple[mg.HardwareSpec, mg.CostModel] | tuple[None, None]:
+    """The machine to predict from, and what tasks take on it; None for a timeline in a file."""
     if profile is not None and hw is not None:
         raise InvalidInput("--profile and --hw both say what to predict from: drop one")
     if profile is not None:
         # It is the run's machine that it should be of, not this one.
-        return profile_of(profile, None)[1]
-    return None if hw is None else mg.CostModel.roofline(machine(hw))
+        return profile_of(profile, None)
+    if hw is None:
+        return None, None
+    of = machine(hw)
+    return of, mg.CostModel.roofline(of)
 
 
 def _require_picture(path: Path) -> None:

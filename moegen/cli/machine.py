@@ -19,7 +19,7 @@ Profile = Annotated[
         "--profile",
         metavar="NAME|FILE",
         help=f"What was measured on the machine, for the rates: {', '.join(profiles())}, or a "
-        "file. Without --hw its own machine is taken.",
+        "file. Without --hw its own machine is taken, with that one's memory.",
     ),
 ]
 

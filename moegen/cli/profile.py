@@ -12,6 +12,8 @@ import moegen as mg
 from moegen import jobs
 from moegen.cli.console import print_json, say, warn
 from moegen.cli.flags import Device, DtypeName, Json, naming, require_apart, require_writable
+from moegen.graph.hardware_text import gpu
+from moegen.graph.profile_table import BUDGET_S
 
 
 def profile(
@@ -45,7 +47,7 @@ def profile(
             help="It may take about so long, if that is enough for one size of each operation "
             "(half a minute); the rest is left out.",
         ),
-    ] = 118,
+    ] = BUDGET_S,
     as_json: Json = False,
 ) -> None:
     """Measure this machine: kernels and copies by size, and lanes beside one another.
@@ -82,7 +84,7 @@ def profile(
     if as_json:
         print_json({"output": str(output), "curves": len(table.curves), "notes": notes})
         return
-    say(f"{len(table.curves)} curves of {table.machine.gpu_name} and {table.machine.cpu_name}")
+    say(f"{len(table.curves)} curves of {gpu(table.machine.gpu_name)} and {table.machine.cpu_name}")
     say(f"written to {output}")
 
 

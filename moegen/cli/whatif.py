@@ -23,7 +23,6 @@ from moegen.cli.flags import (
 from moegen.cli.groups import StrategyFlags, WorkloadFlags, grouped
 from moegen.cli.machine import MachineFlags, other_dtypes
 from moegen.errors import InvalidInput
-from moegen.units import format_seconds
 
 
 def inspect(model: Model, as_json: Json = False) -> None:
@@ -233,12 +232,7 @@ def simulate(
     if as_json:
         print_json(result)
     else:
-        print(run)
-        print(
-            f"A decode step takes {format_seconds(run.period_s)} (no schedule is below "
-            f"{format_seconds(limit.seconds)}, for {words.part(limit.binds)}): "
-            f"{s.B / run.period_s:.1f} tokens/s"
-        )
+        print("\n".join(words.simulated(run, limit, s.B)))
         if on.profile is not None:
             print(f"Durations: {provenance_caption(result['provenance'])}")
     if trace is not None:

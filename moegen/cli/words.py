@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import moegen as mg
-from moegen.graph.hardware import HardwareSpec
+from moegen.graph.hardware import CPU_LANES, HardwareSpec
+from moegen.graph.hardware_text import gpu
 from moegen.jobs import Report
 from moegen.parts import PARTS
 from moegen.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from moegen.bench import Phase
+    from moegen.graph.profile_table import ProfileTable
+    from moegen.sim.bounds import Bound
 
 
 def part(name: str) -> str:
@@ -42,8 +45,8 @@ def strategy_in_flags(s: mg.Strategy) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in s.to_dict().items())
 
 
-def origin_of_rates(hw: HardwareSpec) -> str:
-    """Where the rates that a prediction rests on come from."""
+def origin_of_rates(hw: HardwareSpec, on: str = "this machine") -> str:
+    """Where the rates that a prediction rests on come from; ``on`` is whose they are."""
     of_kind: dict[str, list[str]] = {}
     for name, label in hw.rates.items():
         of_kind.setdefault(hw.kind(name), []).append(label)
@@ -53,7 +56,7 @@ def origin_of_rates(hw: HardwareSpec) -> str:
         days = {
             day[0] for name in hw.rates if (day := re.findall(r"\d{4}-\d\d-\d\d", hw.source[name]))
         }
-        return f"all measured on this machine ({', '.join(sorted(days))})"
+        return f"all measured on {on} ({', '.join(sorted(days))})"
     return "; ".join(f"{kind}: {', '.join(labels)}" for kind, labels in of_kind.items())
 
 
@@ -65,8 +68,8 @@ def opening(report: Report) -> Iterator[str]:
     yield f"Device {prepared.device.type}{name}, {prepared.model.dtype}"
     yield f"Prefill: {strategy_in_fields(resolved.plan.prefill)}"
     yield f"Decode:  {strategy_in_fields(resolved.plan.decode)}"
-    host, gpu = (report.memory[name] for name in ("host", "gpu"))
-    yield f"Memory:  host {_of(host)}, {_gpu(report)} {_of(gpu)}"
+    host, on_gpu = (report.memory[name] for name in ("host", "gpu"))
+    yield f"Memory:  host {_of(host)}, {_gpu(report)} {_of(on_gpu)}"
     yield (
         f"Time:    about {format_seconds(expected.time_s)} expected, if every answer is as long "
         f"as it may be: prefill {format_seconds(expected.prefill_s)}, decode "
@@ -76,7 +79,7 @@ def opening(report: Report) -> Iterator[str]:
 
 
 def _gpu(report: Report) -> str:
-    return "GPU" if report.on_gpu else "in the GPU's stead"
+    return "GPU" if report.on_gpu else gpu(CPU_LANES)
 
 
 def _of(section: dict[str, int | None]) -> str:
@@ -121,14 +124,14 @@ def _against_the_plan(report: Report) -> Iterator[str]:
     yield f"  Rates    {origin_of_rates(report.prepared.hardware)}"
     if resolved.plan.decode.omega > 0 or not report.on_gpu:
         yield f"  CPU      attention by {report.cpu_attention}"
-    host, gpu = report.memory["host"], report.memory["gpu"]
+    host, on_gpu = report.memory["host"], report.memory["gpu"]
     at_peak, in_host = host["peak_bytes"], host["in_host_bytes"]
     assert in_host is not None
     if report.on_gpu:
         yield f"  Memory   host {_of(host)} planned, {_peak(at_peak)} at its peak"
-        yield f"           GPU {_of(gpu)} planned, {_peak(gpu['peak_bytes'])} at its peak"
+        yield f"           GPU {_of(on_gpu)} planned, {_peak(on_gpu['peak_bytes'])} at its peak"
     else:
-        yield f"  Memory   planned: host {_of(host)}, in the GPU's stead {_of(gpu)}"
+        yield f"  Memory   planned: host {_of(host)}, {_gpu(report)} {_of(on_gpu)}"
         yield (
             f"           both lie in host memory: {format_bytes(in_host)} planned, "
             f"{_peak(at_peak)} at its peak"
@@ -203,10 +206,22 @@ def plan_in_words(
     for note in plan.notes:
         yield from _item("Note", note)
     if isinstance(cost, Measured):
-        measured = f"measured {cost.table.date} on {cost.hw.name}; what it lacks rests on rates"
-        yield from _item("Profile", measured)
-    yield from _item("Rates", origin_of_rates(hw))
+        yield from _item("Profile", _profile(hw, cost.table))
+    yield from rates(hw)
     yield f"{'Flags':<9}{strategy_in_flags(d)}"
+
+
+def rates(hw: HardwareSpec, whose: str = "") -> list[str]:
+    """The line of a prediction that says where a machine's rates come from."""
+    return _item("Rates", whose + origin_of_rates(hw, hw.name))
+
+
+def _profile(hw: HardwareSpec, table: ProfileTable) -> str:
+    """Which profile a plan rests on, and whose memory it counts on."""
+    measured = f"measured {table.date} on {table.machine.name}; what it lacks rests on rates"
+    sizes = {(m.host_memory_bytes, m.gpu_memory_bytes) for m in (hw, table.machine)}
+    whose = "that machine's too" if len(sizes) == 1 else f"that of {hw.name}"
+    return f"{measured}. Memory is {whose}"
 
 
 def _item(name: str, text: str) -> list[str]:
@@ -227,13 +242,23 @@ def _decode(model: mg.ModelSpec, s: mg.Strategy) -> str:
     at_a_time = "" if s.omega == 1 else f", {counted(s.b_a, 'row')} at a time (b_a)"
     return (
         f"{counted(s.B, 'row')} in flight (B). {cpu}{at_a_time}. {_weights(model, s)} "
-        "Of the experts, "
-        + (
-            "all are copied in each step."
-            if s.fetch == "all"
-            else "those are copied that get tokens."
-        )
+        f"{_copied(model, s)}"
     )
+
+
+def _copied(model: mg.ModelSpec, s: mg.Strategy) -> str:
+    """Which experts a decode step copies: those that do not stay, or some of them."""
+    from moegen.graph.residency import residency
+
+    there = sum(layer.n_experts for layer in model.layers)
+    stay = sum(residency(model, s.s_params).experts)
+    if stay == there:
+        return f"All {there:,} experts stay, so none is copied."
+    of = f"{stay:,} of {there:,} experts stay; of the others" if stay else "Of the experts"
+    which = (
+        "all are copied in each step" if s.fetch == "all" else "those are copied that get tokens"
+    )
+    return f"{of}, {which}."
 
 
 def _prefill(model: mg.ModelSpec, s: mg.Strategy) -> str:
@@ -266,6 +291,20 @@ def _both_memories(ledgers: Mapping[str, mg.Ledger]) -> str:
     return (
         f"host {format_bytes(host)} of {format_bytes(of.host.capacity_bytes)}; GPU {on_gpu}, of "
         f"{format_bytes(of.gpu.capacity_bytes)}"
+    )
+
+
+def simulated(run: mg.Timeline, limit: Bound, rows: int) -> Iterator[str]:
+    """What was predicted of a decode step, and how busy lanes were in it."""
+    shares = run.utilization()["share"]
+    busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items())
+    steps = counted(len(run.steps), "step")
+    yield f"{run.name}: {steps} simulated, {counted(len(run), 'task')}"
+    yield f"  lanes are busy: {busy}"
+    yield (
+        f"A decode step takes {format_seconds(run.period_s)} (no schedule is below "
+        f"{format_seconds(limit.seconds)}, for {part(limit.binds)}): "
+        f"{rows / run.period_s:.1f} tokens/s"
     )
 
 

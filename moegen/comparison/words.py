@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from moegen.graph.hardware_text import gpu
 from moegen.sim.same_machine import parts_of
 from moegen.timeline import Timeline
 from moegen.units import format_seconds
@@ -57,15 +58,20 @@ def said_of(c: Comparison) -> list[str]:
 def predicted_from(predicted: Timeline) -> str:
     """What a simulated run rests on, and of which machine; empty if of none."""
     rests_on = predicted.meta.get("rests_on")
-    machine = "; ".join(parts_of(predicted).values())
+    machine = _machine(predicted)
     return f"{rests_on} ({machine})" if isinstance(rests_on, str) and machine else ""
 
 
 def measured_on(measured: Timeline) -> str:
     """The machine that a run was on, and when; empty if it does not say."""
     date = measured.meta.get("date")
-    said = ["; ".join(parts_of(measured).values()), date if isinstance(date, str) else ""]
+    said = [_machine(measured), date if isinstance(date, str) else ""]
     return ", ".join(text for text in said if text) if said[0] else ""
+
+
+def _machine(timeline: Timeline) -> str:
+    """GPU and CPU of the machine that a timeline is of; empty if it does not say."""
+    return "; ".join(map(gpu, parts_of(timeline).values()))
 
 
 def in_short(c: Comparison) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from moegen.errors import InvalidInput
 from moegen.exec.decode_attention import cpu_decode, usual_threads
 from moegen.exec.delays import Checked, Delays
 from moegen.exec.generate import FinishReason, Generation, SequenceState, StepReport
@@ -92,6 +93,7 @@ class Engine:
         self.ledger: Ledger | None = None
         self.prefill_ledger: Ledger | None = None
         self.timelines: list[Timeline] = []
+        self._closed = False
         self.notes = [*prepared.notes, *weights.notes]
         threads, on_gpu = prepared.threads, prepared.device.type == "cuda"
         if threads is None:
@@ -247,10 +249,12 @@ class Engine:
         ------
         InvalidInput
             If a prompt is empty, is neither text nor token ids, or is longer than the model's
-            context; if a limit is no whole number of at least 1, or a delay is no time.
+            context; if a limit is no whole number of at least 1, or a delay is no time; if the
+            engine is closed.
         Infeasible
             If the plan does not fit the machine.
         """
+        self._require_open()
         rows = to_sequences(self.model, self.tokenizer, prompts, max_new_tokens, forced)
         done: dict[int, Completion] = {}
         if not rows:
@@ -297,15 +301,24 @@ class Engine:
         ------
         InvalidInput
             If the graph is not one step of this engine's model with a shape, ``steps`` is no whole
-            number of at least 1, or a delay is no time.
+            number of at least 1, a delay is no time, or the engine is closed.
         """
+        self._require_open()
         held = None if delays is None else Checked(delays)
         return run_synthetic(g, self.machinery, steps, held)
 
     def close(self) -> None:
-        """Stop threads, and give pinned memory and the GPU's back."""
+        """Stop threads, and give pinned memory and the GPU's back; it runs nothing any more."""
+        self._closed = True
         self.machinery.close()
         self.weights.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise InvalidInput(
+                "the engine is closed, and has no weights any more: make another one, or run all "
+                "of it before it is closed"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -33,9 +33,9 @@ class Handed(NamedTuple):
     task : Task
         One of them, with its work.
     issue_s : float
-        To hand it over.
+        To hand it over, of a warm thread.
     turn_s : float
-        Before that, once it could: putting waits before it, binding its step.
+        Before that, likewise, once it could: putting waits before it, binding its step.
     times : int
         How many both are the mean of.
     late : bool
@@ -61,11 +61,11 @@ class _Host(NamedTuple):
 def handed_over(g: TaskGraph, times: Iterable[Times], latencies: Latencies) -> Iterator[Handed]:
     """Each kind of a graph's tasks, from steps of it.
 
-    In decode of those that their lane waited for, if there are some: these make a step longer, and
-    the thread, which has often rested before, is slower then. But of experts and of micro-batches
-    all count, for those behind a layer's first find the thread's code in the caches. Of waves
-    those that soon began, for where the thread is far ahead it waits for room in the driver's
-    queues, which is no work of its own; a low quantile if there are none, and of copies of weights.
+    What rests cost the thread is taken off first. In decode those tell that their lane waited for,
+    if there are some: these make a step longer. But of experts and of micro-batches all count, for
+    the thread is far ahead of some and just behind others of the same work. Of waves those that
+    soon began, for where the thread is far ahead it waits for room in the driver's queues, which
+    is no work of its own; a low quantile if there are none, and of copies of weights.
 
     Parameters
     ----------
@@ -106,8 +106,7 @@ def _handed(task: Task, ran: list[_Host]) -> Handed:
 
 
 def _usual(host_s: Sequence[float]) -> float:
-    """The mean, for a layer's first task of an op finds the thread rested, and takes more of it
-    than those that follow; without what another process held up."""
+    """The mean, which is what steps are made of; without what another process held up."""
     most_s = _HELD_UP * float(np.median(host_s))
     return float(np.mean([s for s in host_s if s <= most_s]))
 

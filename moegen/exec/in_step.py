@@ -61,14 +61,13 @@ class InStep:
     def __init__(self, g: TaskGraph, times: Iterable[Times]) -> None:
         self._g = g
         self._ran: dict[TaskId, list[Times]] = defaultdict(list)
-        busy: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
+        busy: dict[Lane, list[Times]] = {lane: [] for lane in Lane}
         for t in times:
             task = t.task._replace(step=0)
             self._ran[task].append(t)
             if t.worked:
-                busy[g[task].lane].append((t.start_s, t.end_s))
-        # From when and until when, shape [2, tasks].
-        self._busy = {lane: np.array(spans).reshape(-1, 2).T for lane, spans in busy.items()}
+                busy[g[task].lane].append(t)
+        self._busy = {lane: _spans(times) for lane, times in busy.items()}
 
     def spans(self, tasks: Sequence[Task]) -> Spans:
         """How long tasks of one kind took.
@@ -115,7 +114,7 @@ class InStep:
         attends_bytes_per_s : float
             What the CPU's attention reads of host memory where nothing else binds it.
         """
-        reads: list[tuple[float, float]] = []
+        reads: list[Times] = []
         copies: dict[Work, list[Times]] = defaultdict(list)
         for task in self._g:
             if task.work is None:
@@ -125,8 +124,8 @@ class InStep:
                 copies[task.work] += ran
             elif task.lane is Lane.CPU:
                 most_s = task.work.host_bytes / (_FAST * attends_bytes_per_s)
-                reads += [(t.start_s, t.end_s) for t in ran if _took(t) <= most_s]
-        reading = np.array(reads).reshape(-1, 2).T
+                reads += [t for t in ran if _took(t) <= most_s]
+        reading = _spans(reads)
         lost_s = beside_s = 0.0
         for times in copies.values():
             apart = [t for t in times if self._beside(t, {Lane.KV}) <= _UNDISTURBED]
@@ -143,21 +142,26 @@ class InStep:
 
     def shared_link(self) -> np.ndarray:
         """Bytes and seconds of copies of weights by themselves, of copies beside KV that was being
-        fetched, and of KV fetched beside copies, all without CPU attention; shape [3, 2]."""
+        fetched, and of KV fetched beside copies, all without CPU attention; shape [3, 2].
+
+        KV that was fetched before the thread was through with launching it does not count.
+        """
         moved = np.zeros((3, 2))
+        fetches = [task for task in self._g if task.id.op == "fetch_kv"]
+        fetched = _spans(t for task in fetches for t in self._ran[task.id] if t.worked)
         for task in self._g:
-            fetches = task.id.op == "fetch_kv"
-            if task.work is None or not (fetches or task.lane is Lane.BULK):
+            is_fetch = task.id.op == "fetch_kv"
+            if task.work is None or not (is_fetch or task.lane is Lane.BULK):
                 continue
-            other = Lane.BULK if fetches else Lane.KV
             for t in self._ran[task.id]:
                 took_s = _took(t)
                 if took_s < _LONG_S or self._beside(t, {Lane.CPU}) > _UNDISTURBED:
                     continue
-                shared = self._beside(t, {other})
-                if shared >= _ALL:
-                    moved[2 if fetches else 1] += task.work.h2d_bytes, took_s
-                elif not fetches and shared <= _UNDISTURBED:
+                if is_fetch and not t.late and self._beside(t, {Lane.BULK}) >= _ALL:
+                    moved[2] += task.work.h2d_bytes, took_s
+                elif not is_fetch and _overlap_s(t, fetched) >= _ALL * took_s:
+                    moved[1] += task.work.h2d_bytes, took_s
+                elif not is_fetch and self._beside(t, {Lane.KV, Lane.ACT}) <= _UNDISTURBED:
                     moved[0] += task.work.h2d_bytes, took_s
         return moved
 
@@ -175,6 +179,11 @@ class InStep:
         """For what part of a task these lanes were at work; two at once count twice."""
         beside_s = sum(_overlap_s(t, self._busy[lane]) for lane in lanes)
         return beside_s / _took(t)
+
+
+def _spans(times: Iterable[Times]) -> np.ndarray:
+    """From when and until when tasks ran, shape [2, tasks]."""
+    return np.array([(t.start_s, t.end_s) for t in times]).reshape(-1, 2).T
 
 
 def _overlap_s(t: Times, spans: np.ndarray) -> float:

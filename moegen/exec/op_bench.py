@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from moegen.exec.issue import Times
 from moegen.exec.program import Machinery, Program
 from moegen.exec.runner import Runner
 from moegen.exec.step import Step
-from moegen.exec.synthetic import MadeUp
+from moegen.exec.synthetic import MadeUp, MadeUpKV
 from moegen.exec.timing import Bench, Work
 from moegen.graph.shape import Sizes
 from moegen.graph.task import Lane, Task, TaskGraph
@@ -252,11 +251,16 @@ class OpBench:
         return {layer: list(sizes.expert_tokens(layer)) for layer in layers}
 
 
-@contextmanager
 def op_bench(
-    g: TaskGraph, machinery: Machinery, bench: Bench, *, steps: int = 4, uncached: bool = True
-) -> Iterator[OpBench]:
-    """An `OpBench` on made-up rows, whose memory is given back at the end.
+    g: TaskGraph,
+    machinery: Machinery,
+    kv: MadeUpKV,
+    bench: Bench,
+    *,
+    steps: int = 4,
+    uncached: bool = True,
+) -> OpBench:
+    """An `OpBench` on made-up rows, whose KV is in ``kv``.
 
     ``uncached`` makes KV up as so many sets of rows that no cache holds them: for attention on
     the CPU.
@@ -265,5 +269,4 @@ def op_bench(
     tokens = sum(g.shape.past) + g.shape.tokens
     nbytes = tokens * machinery.family.spec.kv_bytes_per_token
     sets = min(_MOST_SETS, -(-_UNCACHED_BYTES // max(1, nbytes))) if uncached else 1
-    with MadeUp(g, machinery, sets) as made:
-        yield OpBench(g, made, bench, steps)
+    return OpBench(g, MadeUp(g, machinery, kv, sets), bench, steps)

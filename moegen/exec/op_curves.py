@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import isotonic_regression
+from scipy.optimize import isotonic_regression, nnls
 
 from moegen.exec.host_code import Handed, HostCode
 from moegen.exec.op_bench import Timed
@@ -29,6 +29,9 @@ _BY_PHASE = frozenset(
 # Ops that follow their second feature too from one value to another: how long rows are. For the
 # others it is the width of a model's matrices or rows, and each width has a curve of its own.
 _TWO_WAYS = frozenset({"attn_cpu", "attn_gpu", "attn_prefill"})
+
+# A line is drawn through what is so many times as long.
+_APART = 2.0
 
 _At = tuple[float, ...]
 
@@ -127,21 +130,34 @@ def _mean(several: Sequence[_Value], once_s: float) -> _Value:
 
 
 def _grids(op: str, points: Mapping[_At, _Value]) -> list[_Found]:
-    """Points that are the whole of a grid, all together all of them; the largest grid first, which
-    is asked where several tell."""
+    """Points that are the whole of a grid, all together all of them; the largest grid first."""
     rows: dict[_At, _Found] = defaultdict(dict)
     for at, value in sorted(points.items()):
         rows[at[1:]][at] = value
     if op not in _TWO_WAYS:
         return list(rows.values())
-    # Rows of a grid have the same first values, and differ in the second alone. Those that go
-    # farther are in two grids: one as far as they go, and one as far as others do.
-    reach = {rest: tuple(at[0] for at in row) for rest, row in rows.items()}
+    # Rows of a grid have the same first values, and differ in the second alone. What two of them
+    # have in common is a grid too, however far each goes beyond: without it nothing would lie
+    # between them.
+    reach: dict[_At, dict[_At, frozenset[float]]] = defaultdict(dict)
+    for rest, row in rows.items():
+        reach[rest[1:]][rest] = frozenset(at[0] for at in row)
     grids = []
-    for kind, firsts in dict.fromkeys((rest[1:], first) for rest, first in reach.items()):
-        of = [rest for rest in rows if rest[1:] == kind and set(firsts) <= set(reach[rest])]
-        grids.append({at: rows[rest][at] for rest in of for at in rows[rest] if at[0] in firsts})
+    for of in reach.values():
+        for firsts in _in_common(of.values()):
+            grid = [rest for rest, has in of.items() if firsts <= has]
+            grids.append(
+                {at: rows[rest][at] for rest in grid for at in rows[rest] if at[0] in firsts}
+            )
     return sorted(grids, key=len, reverse=True)
+
+
+def _in_common(sets: Iterable[frozenset[float]]) -> list[frozenset[float]]:
+    """These sets, and what any of them have in common, if that is anything."""
+    found: dict[frozenset[float], None] = {}
+    for one in sets:
+        found |= dict.fromkeys([one, *(one & other for other in found)])
+    return [one for one in found if one]
 
 
 def _curve(
@@ -179,17 +195,19 @@ def _curve(
 def _filled(alone: np.ndarray, beside: np.ndarray, least: np.ndarray) -> np.ndarray | None:
     """Seconds beside others at every point, none below ``least``; None if they were never seen.
 
-    Where they were not, they lie on a line over ``alone``, the nearest by least squares to those
-    that were, for a short task waits about as long as a long one; but what is longer alone waits
-    no less. If all that was seen is as long alone, the ratio tells.
+    Where they were not, what a task waits for lies on a line over ``alone``, the nearest by least
+    squares to those that were: a short one waits about as long as a long one, and what is longer
+    alone waits no less. If all that was seen is about as long alone, noise would make up a slope:
+    all wait as long.
     """
     seen = ~np.isnan(beside)
     if not seen.any():
         return None
-    x, y = alone[seen], beside[seen]
-    rises = max(1.0, float(np.polyfit(x, y, 1)[0])) if np.ptp(x) > 0 else float(np.median(y / x))
-    waits = max(0.0, float(np.mean(y - rises * x))) if np.ptp(x) > 0 else 0.0
-    beside = np.where(seen, beside, waits + rises * alone)
+    x, waits = alone[seen], beside[seen] - alone[seen]
+    once_s, share = max(0.0, float(np.median(waits))), 0.0
+    if x.max() >= _APART * x.min():
+        once_s, share = nnls(np.stack([np.ones_like(x), x], axis=1), waits)[0].tolist()
+    beside = np.where(seen, beside, alone + once_s + share * alone)
     return _rising(np.maximum(beside, least))
 
 

@@ -22,9 +22,10 @@ MOST_CPU_BYTES = 1 << 30
 # What an op's time depends on: tokens of matrix products, rows and context of attention; what is
 # far apart first, so that little time gives a wide grid.
 _DECODE_ROWS = (64, 1024, 1, 4096, 256, 512, 16, 128, 2048)
-# Rows at which ops are timed beside KV being fetched, too (that makes all sizes about as many times
-# slower), and the ops that are beside it in a run: what a layer's attention is followed by.
-_CROWDED_ROWS = 1024
+# Rows at which ops are timed beside KV being fetched, too: two sizes tell what a task waits for
+# then, short or long; and the ops that are beside it in a run: what a layer's attention is
+# followed by.
+_CROWDED_ROWS = frozenset({64, 1024})
 CROWDED_OPS = frozenset({
     "pre_attn", "post_attn", "route", "copy_counts", "shared_expert", "dense_mlp", "expert",
 })  # fmt: skip
@@ -38,12 +39,10 @@ _ATTENDED_TOKENS, _KV_BYTES = 1 << 18, 3 << 30
 # than a block of tokens, which takes another kernel and adds up the parts: so there is one context
 # just beyond.
 _ATTENTION = (
-    (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3), (512, 1536, 0),
-    (512, 512, 0), (2048, 64, 0), (8, 512, 3), (128, 512, 3), (8, 192, 3), (128, 192, 3),
-    (32, 64, 3), (32, 192, 3), (32, 512, 3), (32, 1536, 3), (512, 64, 0), (1, 64, 3), (1, 1536, 3),
+    (8, 64, 3), (128, 64, 3), (8, 1536, 3), (128, 1536, 3), (512, 512, 0), (128, 512, 3),
+    (8, 512, 3), (512, 64, 0), (512, 1536, 0), (2048, 64, 0), (8, 192, 3), (128, 192, 3),
+    (32, 64, 3), (32, 192, 3), (32, 512, 3), (32, 1536, 3), (1, 64, 3), (1, 1536, 3),
 )  # fmt: skip
-# Of models with wide KV these take long to make up.
-_MANY_LONG_ROWS = (512, 1536, 0)
 # Tokens of a product that tell what launching a further one takes.
 _SMALL_PRODUCT, _MOST_SLOTS = 128, 8
 # Tokens of a wave, of a product, and of each prompt: first what keeps a GPU busy all the time, for
@@ -247,7 +246,7 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
         held = min(_ATTENDED_TOKENS, _KV_BYTES // model.kv_bytes_per_token) // rows
         context = max(1, min(held, most)) if on_gpu else _LEAST_CONTEXT
         g = build(model, s, kv_len=context)
-        steps, crowd = (_DECODE_STEPS, rows == _CROWDED_ROWS) if on_gpu else (_STEPS, False)
+        steps, crowd = (_DECODE_STEPS, rows in _CROWDED_ROWS) if on_gpu else (_STEPS, False)
         weights = _WEIGHTS if rows in _WEIGHTS_ROWS or not on_gpu else ()
         ops = (*DECODE_OPS, *weights)
         yield Point(g, ops, "decode", steps, crowd)
@@ -261,9 +260,6 @@ def _of_decode(model: ModelSpec, on_gpu: bool) -> Iterator[Point]:
         g = build(model, s, kv_len=_LEAST_CONTEXT)
         yield Point(g, ("route", "expert"), "decode, small products")
     for rows, context, parts in _ATTENTION:
-        wide = rows * context * model.kv_bytes_per_token > _KV_BYTES
-        if wide and (rows, context, parts) == _MANY_LONG_ROWS:
-            continue
         s = strategy(model, (parts + 1) * rows, rows, 1 / (parts + 1), group)
         g = build(model, s, kv_len=context - 1)
         yield Point(g, ATTENTION_OPS, "attention")

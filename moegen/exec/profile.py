@@ -109,7 +109,7 @@ def machine_profile(
     dtype : torch.dtype
         Of weights and KV.
     fresh : bool
-        Measure now, whatever the cache holds.
+        Measure now, and leave what the cache holds as it is.
     notes : list of str, optional
         Gets a line where the profile could not be kept.
 
@@ -123,10 +123,12 @@ def machine_profile(
     here = detect()
     if device.type == "cpu":
         here = replace(here, gpu_name=CPU_LANES)
+    if fresh:
+        return _with_rates(here, _measure(device, dtype, here))
     key = _key(device, dtype, here)
     try:
         path = _path(key)
-        kept = None if fresh else _read(path, key, here)
+        kept = _read(path, key, here)
     except RuntimeError as e:  # there is no home directory
         path, kept = e, None
     if kept is not None:

@@ -56,7 +56,8 @@ def run_synthetic(
     _require_same(g.model, model)
     steps = whole(steps, "steps", at_least=1)
     recorder = Recorder(g, steps, machinery.device)
-    with MadeUp(g, machinery) as made:
+    with MadeUpKV(machinery) as kv:
+        made = MadeUp(g, machinery, kv)
 
         def source(_: Program, index: int) -> Step | None:
             if index >= _WARM_UP + steps:
@@ -94,16 +95,54 @@ class _Later:
         return self._delays.run_s(task, index - _WARM_UP) if index >= _WARM_UP else 0.0
 
 
+class MadeUpKV:
+    """Host memory full of made-up KV, for the rows of one graph after another.
+
+    Use it as a context: at the end the memory is given back. Filling and registering it takes
+    longer than many a step, so it is made anew only where rows need more than there is.
+
+    Parameters
+    ----------
+    machinery : Machinery
+    """
+
+    def __init__(self, machinery: Machinery) -> None:
+        self._machinery = machinery
+        self._store: KVStore | None = None
+
+    def store(self, tokens: int) -> KVStore:
+        """One that holds so many tokens at least."""
+        if self._store is None or self._store.tokens < tokens:
+            self.close()
+            family = self._machinery.family
+            pin = self._machinery.device.type == "cuda"
+            self._store = KVStore(family.spec, tokens, family.dtype, pin=pin)
+            _fill(self._store)
+        return self._store
+
+    def close(self) -> None:
+        """Give the memory back."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
 class MadeUp:
     """Made-up rows of a graph's own shape, their KV filled.
-
-    Use it as a context: at the end their memory is given back.
 
     Parameters
     ----------
     g : TaskGraph
         Of one step, with a shape that has a live row.
     machinery : Machinery
+    kv : MadeUpKV
+        Of ``machinery``; holds the rows' KV, and must not be closed before they are done with.
     sets : int
         So many sets of the same rows, each with KV of its own.
 
@@ -119,17 +158,15 @@ class MadeUp:
         If every row has ended.
     """
 
-    def __init__(self, g: TaskGraph, machinery: Machinery, sets: int = 1) -> None:
+    def __init__(self, g: TaskGraph, machinery: Machinery, kv: MadeUpKV, sets: int = 1) -> None:
         assert g.shape is not None and g.layout is not None
         if g.shape.tokens == 0:
             raise InvalidInput("every row of the graph's shape has ended: there is nothing to run")
         self.graph, self.machinery, self._layout = g, machinery, g.layout
         model, shape = machinery.family.spec, g.shape
         lengths = [p + n for p, n in zip(shape.past, shape.new, strict=True)]
-        pin = machinery.device.type == "cuda"
-        self.store = KVStore(model, sets * sum(lengths), machinery.family.dtype, pin=pin)
+        self.store = kv.store(sets * sum(lengths))
         self.pinned = self.store.pinned
-        _fill(self.store)
         starts = self.store.allocate(lengths * sets)
         self._sets = [
             [
@@ -159,12 +196,6 @@ class MadeUp:
     def program(self, source: Callable[[Program, int], Step | None]) -> Program:
         """The graph, bound to buffers of just the size that the rows need."""
         return Program(self.graph, self.machinery, self.store, _capacity(self.graph), source)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.store.close()
 
 
 def _require_same(graphs: ModelSpec | None, engines: ModelSpec) -> None:

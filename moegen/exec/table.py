@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from moegen.errors import InvalidInput
@@ -36,6 +37,8 @@ from moegen.exec.op_points import (
 )
 from moegen.exec.profile import machine_profile
 from moegen.exec.program import Machinery
+from moegen.exec.rests import MOST_TRIED
+from moegen.exec.synthetic import MadeUpKV
 from moegen.exec.timing import Bench
 from moegen.exec.told import Told, as_in_steps, latencies_of
 from moegen.graph.checks import number
@@ -43,7 +46,7 @@ from moegen.graph.curve import Curve
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.model import ModelSpec
 from moegen.graph.peaks import uses
-from moegen.graph.profile_table import DTYPES, ProfileTable
+from moegen.graph.profile_table import BUDGET_S, DTYPES, ProfileTable
 
 #: Whose widths are measured unless others are named.
 CUDA_MODELS = ("mixtral-8x7b", "deepseek-v2-lite")
@@ -62,8 +65,6 @@ _DEMO = {
     "max_position_embeddings": 8192,
     "rope_theta": 100000.0,
 }
-#: Seconds that a profile takes at most, about.
-BUDGET_S = 118.0
 # Of a model's time, for decode steps. They come first: after waves of prompts a GPU is hot.
 _DECODE_SHARE = 0.6
 # What one measurement lasts, and what a task may take before larger ones are left out.
@@ -72,8 +73,10 @@ _SPAN_S, _LONGEST_S = 0.015, 0.25
 _ALIKE = frozenset({"copy_dense", "copy_expert", "copy_rows", "copy_tokens"})
 # For company.
 _REST_S = 6.0
-# So many times the time that there was is told.
-_OVER = 1.05
+# A point whose runs differ by more than this part of what they take says little.
+_UNSURE = 1.0
+# What is so much over the time that there was is told.
+_OVER_S = 2.0
 _PACKAGES = ("torch", "triton")
 
 Say = Callable[[str], None]
@@ -128,29 +131,33 @@ def measure_table(
     on_gpu = device.type == "cuda"
     neighbours = Neighbours()
     say("rates of the machine")
-    machine = machine_profile(device, dtype, fresh=True, notes=notes)
+    machine = machine_profile(device, dtype, fresh=True)
     say("copies by size")
     alike = list(bulk_copies(device, _SPAN_S))  # whichever model's they are
     measured: list[tuple[str, list[Timed]]] = []  # by model: how, and what
     told: list[Told] = []
     last_s = began + budget_s - _REST_S
-    for i, model in enumerate(parts):
+    for i, (whole, model) in enumerate(zip(models, parts, strict=True)):
         now = time.perf_counter()
         until_s = now + max(0.0, last_s - now) / (len(parts) - i)
-        say(f"{model.name}, {model.n_layers} layer{'' if model.n_layers == 1 else 's'}")
-        with Engine.random(
-            model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
-        ) as engine:
+        of = f"the first {model.n_layers} of " if model.n_layers < whole.n_layers else ""
+        say(f"{model.name}, {of}{whole.n_layers} layer{'' if whole.n_layers == 1 else 's'}")
+        with (
+            Engine.random(
+                model, device=str(device), dtype=rates.dtype_name(dtype), hardware=machine
+            ) as engine,
+            MadeUpKV(engine.machinery) as kv,
+        ):
             decode_s = now + _DECODE_SHARE * (until_s - now)
             agendas = [
                 Agenda(decode_points(model, on_gpu=on_gpu), decode_s),
                 Agenda(prefill_points(model, on_gpu=on_gpu), until_s),
             ]
-            told.append(Told())
+            told.append(Told(float(machine.cpu_attn_bytes_per_s)))
             timed = [
                 t
                 for agenda in agendas
-                for t in _timed(engine.machinery, agenda, notes, told[-1], machine)
+                for t in _timed(engine.machinery, kv, agenda, told[-1], notes)
             ]
             kind = engine.cpu_attention
         source = f"measured: the executor's kernels at the widths of {model.name}, {kind}"
@@ -162,6 +169,11 @@ def measure_table(
             )
         measured.append((source, timed))
     waits = latencies_of(told, on_gpu=on_gpu)
+    if MOST_TRIED in (waits.rested_issue, waits.rested_turn):
+        notes.append(
+            f"a rest may cost the issuing thread more than was tried, {MOST_TRIED:g} times a task "
+            f"for each unit of cold"
+        )
     found: list[Curve] = []
     handed = [of.handed_over(waits) for of in told]
     for (source, timed), of_thread in zip(measured, handed, strict=True):
@@ -176,13 +188,12 @@ def measure_table(
     if on_gpu:
         forget_gpu_memory(device)
     took_s = time.perf_counter() - began
-    if took_s > _OVER * budget_s:
+    if took_s > budget_s + _OVER_S:
         notes.append(
             f"it took {took_s:.0f} s, not {budget_s:g} s: rates, lanes beside one another and one "
             f"size of each operation are measured whatever time there is"
         )
-    if (note := neighbours.note()) is not None:
-        notes.append(note)
+    notes += [note for note in (_unsure(found), neighbours.note()) if note is not None]
     return ProfileTable(
         # Each op's host code is measured: one number for all of them would count it twice.
         machine=replace(_as_fast_as_seen(machine, found), task_s=None),
@@ -202,18 +213,14 @@ def demo_widths() -> ModelSpec:
 
 
 def _timed(
-    machinery: Machinery,
-    agenda: Agenda,
-    notes: list[str],
-    told: Told,
-    machine: HardwareSpec,
+    machinery: Machinery, kv: MadeUpKV, agenda: Agenda, told: Told, notes: list[str]
 ) -> Iterator[Timed]:
     model = machinery.family.spec
     with Bench(machinery.device) as bench:
         for point in agenda:
             try:
                 # In a function of its own: its buffers are gone before the next point makes some.
-                for timed in _of_point(point, machinery, bench, told, machine):
+                for timed in _of_point(point, machinery, kv, bench, told):
                     if timed.seconds > _LONGEST_S:
                         agenda.too_large(point)
                     yield timed
@@ -226,13 +233,13 @@ def _timed(
 
 
 def _of_point(
-    point: Point, machinery: Machinery, bench: Bench, told: Told, machine: HardwareSpec
+    point: Point, machinery: Machinery, kv: MadeUpKV, bench: Bench, told: Told
 ) -> Iterator[Timed]:
     uncached = "attn_cpu" in point.ops
-    with op_bench(point.graph, machinery, bench, steps=point.steps, uncached=uncached) as ops:
-        told.add(ops, point.tells, float(machine.cpu_attn_bytes_per_s))
-        for op in point.ops:
-            yield from ops.time(op, _SPAN_S, point.crowd and op in CROWDED_OPS)
+    ops = op_bench(point.graph, machinery, kv, bench, steps=point.steps, uncached=uncached)
+    told.add(ops, point.tells)
+    for op in point.ops:
+        yield from ops.time(op, _SPAN_S, point.crowd and op in CROWDED_OPS)
 
 
 def _distinct(found: Sequence[Curve]) -> list[Curve]:
@@ -245,6 +252,24 @@ def _distinct(found: Sequence[Curve]) -> list[Curve]:
             seen.add(key)
             kept.append(c)
     return kept
+
+
+def _unsure(found: Sequence[Curve]) -> str | None:
+    """Which points say little, for a person; None if there are none."""
+    far = [
+        (spread, f"{c.describe(index)}{f' in {c.phase}' if c.phase else ''}")
+        for c in found
+        for index in np.ndindex(np.shape(c.seconds))
+        if (spread := float(np.asarray(c.spread)[index])) > _UNSURE
+    ]
+    if not far:
+        return None
+    spread, where = max(far)
+    others = f", and so at {len(far) - 1} more" if len(far) > 1 else ""
+    return (
+        f"what {where} took differs from run to run by {spread:.1f} times that{others}: something "
+        f"else was at work, and predictions that rest on it may be far off; measure again"
+    )
 
 
 def _as_fast_as_seen(machine: HardwareSpec, found: Sequence[Curve]) -> HardwareSpec:
@@ -313,13 +338,17 @@ def profile(
     Raises
     ------
     InvalidInput
-        If a model or dtype is unknown, a model is of a family that cannot be run, or
-        ``budget_s`` is no time.
+        If a model or dtype is unknown, a model is of a family that cannot be run, ``budget_s`` is
+        no time, ``on_progress`` cannot be called or ``notes`` is no list.
     Infeasible
         If host memory cannot hold a few layers of a model.
     MachineError
         If the device cannot be used.
     """
+    if not callable(on_progress):
+        raise InvalidInput(f"on_progress must be callable with a line of text, got {on_progress!r}")
+    if not (notes is None or isinstance(notes, list)):
+        raise InvalidInput(f"notes must be a list, to which lines are added, got {notes!r}")
     on = checked_device(device)
     if models is None:
         models = CUDA_MODELS if on.type == "cuda" else (demo_widths(),)

@@ -26,6 +26,11 @@ _SLOWED, _SHARED = ("h2d", "host_memory"), ("h2d", "zero_copy")
 class Told:
     """Of one model's points.
 
+    Parameters
+    ----------
+    attends_bytes_per_s : float
+        What the CPU's attention reads of host memory where nothing else binds it.
+
     Attributes
     ----------
     steps : list of Steps
@@ -38,17 +43,18 @@ class Told:
         See `moegen.exec.in_step.InStep.shared_link`.
     """
 
+    attends_bytes_per_s: float
     steps: list[Steps] = field(default_factory=list)
     tells: list[Collection[str]] = field(default_factory=list)
     lost_s: float = 0.0
     beside_s: float = 0.0
     link: np.ndarray = field(default_factory=lambda: np.zeros((3, 2)))
 
-    def add(self, ops: OpBench, tells: Collection[str], attends_bytes_per_s: float) -> None:
+    def add(self, ops: OpBench, tells: Collection[str]) -> None:
         """What the steps of a point tell; of the issuing thread for some ops alone."""
         self.steps.append((ops.graph, ops.records))
         self.tells.append(tells)
-        lost_s, beside_s = ops.slowed_copies(attends_bytes_per_s)
+        lost_s, beside_s = ops.slowed_copies(self.attends_bytes_per_s)
         self.lost_s += lost_s
         self.beside_s += beside_s
         self.link += ops.shared_link()

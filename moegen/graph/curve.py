@@ -38,8 +38,8 @@ class Curve:
     spread : nested sequence of float, shape as seconds, optional
         Relative standard deviation of the repeated measurements of each point.
     issue_s : nested sequence of float, shape as seconds, optional
-        What the executor's issuing thread takes for one kernel or copy; for all that the op
-        launches where ``launches`` is an axis.
+        What the executor's issuing thread, warm, takes for one kernel or copy; for all that the
+        op launches where ``launches`` is an axis.
     turn_s : nested sequence of float, shape as seconds, optional
         What it takes before, for a task: putting waits before it, binding its step.
     more_s : float, optional
@@ -50,7 +50,8 @@ class Curve:
     beside_copies : nested sequence of float, shape as seconds, optional
         Seconds of one kernel while weights are copied all the time, where that slows it.
     crowded : nested sequence of float, shape as seconds, optional
-        Seconds of one kernel while zero-copy kernels are at work beside it all the time. Several
+        Seconds of one kernel while zero-copy kernels are at work beside it all the time, be it
+        that they read or write host memory, and however little of the link they use. Several
         kernels of a task wait for either once.
 
     Raises

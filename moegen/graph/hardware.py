@@ -14,7 +14,7 @@ from moegen.graph.hardware_files import read_yaml, with_sources
 from moegen.units import MIB
 
 #: What stands for a GPU where CPU threads take its place.
-CPU_LANES = "none (CPU lanes)"
+CPU_LANES = hardware_text.CPU_LANES
 CATALOGUE = Path(__file__).parent.parent / "data" / "hardware"
 _OPTIONAL = {
     "task_s", "cpu_call_s", "gpu_call_s", "duplex_bytes_per_s", "duplex_d2h_bytes_per_s",
@@ -156,7 +156,8 @@ class HardwareSpec:
             raise InvalidInput(
                 f"{name!r} is no machine of the catalogue: it has {', '.join(catalogue())}; "
                 f"parts of it go together as GPU+CPU+MEMORY, such as rtx-4090+epyc-9354+384GB; "
-                f"a file of your own goes to HardwareSpec.from_yaml"
+                f"a file of your own goes to HardwareSpec.from_yaml, and this machine is "
+                f"HardwareSpec.detect()"
             )
         return cls.from_yaml(CATALOGUE / f"{name.lower()}.yaml")
 

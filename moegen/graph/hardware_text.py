@@ -10,6 +10,8 @@ from moegen.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from moegen.graph.hardware import HardwareSpec
 
+#: In files, what stands for a GPU where CPU threads take its place; :func:`gpu` is for people.
+CPU_LANES = "none (CPU lanes)"
 # How a source begins, and the kind that it is then.
 _KINDS = {
     "measured": "measured",
@@ -24,6 +26,11 @@ _KINDS = {
     "sysconf": "read from the system",
     "host name": "read from the system",
 }
+
+
+def gpu(name: str) -> str:
+    """A ``gpu_name`` for people."""
+    return "CPU lanes (no GPU)" if name == CPU_LANES else name
 
 
 def kind(source: str) -> str:
@@ -101,7 +108,7 @@ def shown(hw: HardwareSpec) -> str:
 
 
 def _title(hw: HardwareSpec) -> str:
-    return f"HardwareSpec {hw.name}: {hw.gpu_name}; {hw.cpu_name}"
+    return f"HardwareSpec {hw.name}: {gpu(hw.gpu_name)}; {hw.cpu_name}"
 
 
 def _given(hw: HardwareSpec) -> Iterator[tuple[str, str, str]]:

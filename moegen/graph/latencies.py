@@ -14,6 +14,8 @@ MOST_COLD = 100.0
 #: Ops of a step's first tasks: what these take of the thread goes by rows, rested or not, for
 #: binding the step comes before.
 BINDS = frozenset({"copy_rows", "embed"})
+#: A rest of less is none: so long the thread may look from lane to lane between two tasks.
+FELT_S = 3e-4
 # A rest of so long is short, and what is left of one after each task that is handed over; both as
 # two models' steps show it on an H200.
 _SHORT_S, _FADES = 1e-3, 1 / 3
@@ -42,8 +44,9 @@ class Latencies:
         From a GPU's task to the start of one that its stream waits with for it, both launched
         before: what recording and waiting for events takes. Not of copies of weights.
     rested_issue, rested_turn : float
-        By how much longer the thread takes to hand a task over, and for what it does before that,
-        for each unit of `Rest.cold`: a resting thread's code is driven out of the caches.
+        By how much longer than a warm thread one takes to hand a task over, and for what it does
+        before that, for each unit of `Rest.cold`: a resting thread's code is driven out of the
+        caches.
 
     Raises
     ------
@@ -74,8 +77,8 @@ class Rest:
     Attributes
     ----------
     cold : float
-        ``ln(1 + rest / 1 ms)`` for the first task after a rest, a third of it for the next, and so
-        on; of several rests the one that is felt the most.
+        ``ln(1 + rest / 1 ms)`` for the first task after a rest of at least `FELT_S`, a third of it
+        for the next, and so on; of several rests the one that is felt the most.
     """
 
     __slots__ = ("cold",)
@@ -83,9 +86,12 @@ class Rest:
     def __init__(self) -> None:
         self.cold = 0.0
 
-    def rested(self, seconds: float) -> None:
-        """The thread had nothing to hand over for so long."""
-        self.cold = max(self.cold, math.log1p(seconds / _SHORT_S))
+    def before(self, rest_s: float, op: str) -> float:
+        """How cold it is for a task of ``op`` that the thread turns to after a rest; 0 for those
+        of `BINDS`."""
+        if rest_s >= FELT_S:
+            self.cold = max(self.cold, math.log1p(rest_s / _SHORT_S))
+        return 0.0 if op in BINDS else self.cold
 
     def handed_over(self) -> None:
         """A task has been handed over."""

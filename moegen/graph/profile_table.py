@@ -39,10 +39,10 @@ innermost, and ``spread``, where it is known, the relative standard deviation of
 one value says which shape was measured. Seconds do not fall along the first axis, so whoever
 writes a file smooths what noise turned round. ``issue_s`` is what the executor's issuing thread
 takes to hand one over and ``turn_s`` what it takes for the task before that, for each value of
-``seconds`` too; ``more_s`` is what it takes for each further one of a task; ``once_s`` is what of
-the seconds a task takes once, however many kernels it launches; and ``beside_copies`` and
-``crowded`` are the seconds beside copies of weights and beside zero-copy kernels
-(`moegen.graph.curve`). An op may have several
+``seconds`` too, of a thread that is warm where ``latencies`` say what a rest costs it; ``more_s``
+is what it takes for each further one of a task; ``once_s`` is what of the seconds a task takes
+once, however many kernels it launches; and ``beside_copies`` and ``crowded`` are the seconds beside
+copies of weights and beside zero-copy kernels (`moegen.graph.curve`). An op may have several
 curves: of the widths of several models, or of one phase each (``null`` is both). ``company`` says
 what a resource gives while another is in use (`moegen.graph.company`), and ``latencies``, those
 that are there, how long it takes to notice that a task has ended, how long launches take to a
@@ -73,6 +73,8 @@ from moegen.graph.peaks import check_peaks
 _FAMILY = "moegen.profile/"
 FORMAT = f"{_FAMILY}4"
 CATALOGUE = Path(__file__).parent.parent / "data" / "profiles"
+#: Seconds that measuring a table takes at most, about: two minutes with what is beyond it.
+BUDGET_S = 118.0
 DTYPES = ("bfloat16", "float16", "float32")
 PEAKS = ("gpu_bytes_per_s", "host_bytes_per_s")
 _MAY_LACK = ("phase", "spread", "issue_s", "turn_s", "more_s", "once_s", "beside_copies", "crowded")
@@ -101,7 +103,8 @@ class ProfileTable:
     company : sequence of Company
         What resources give beside others; none where nobody measured it.
     latencies : Latencies
-        What it takes to notice an end where no stream waits by itself.
+        What it takes to notice an end where no stream waits by itself, and what a rest costs the
+        issuing thread.
 
     Raises
     ------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moegen.plot.frames import check
-from moegen.plot.style import bare, op_colours
+from moegen.plot.style import bare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # So far below 0 and above 1 the axis goes at most, for the noise of measured slopes.
 _BEYOND = 0.5
+_PREDICTED, _MEASURED = "#9ecae1", "#b30000"
 
 
 def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
@@ -50,14 +51,13 @@ def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     df = df.sort_values("share", ascending=False, kind="stable")
     if ax is None:
         _, ax = plt.subplots(figsize=(7.5, 1.3 + 0.3 * len(df)), layout="constrained")
-    at, colours = range(len(df)), op_colours(df["op"].tolist())
-    own = [colours[op] for op in df["op"]]
-    ax.barh(at, df["share"], color=own, alpha=0.45, height=0.72, label="predicted")
+    at = range(len(df))
+    ax.barh(at, df["share"], color=_PREDICTED, height=0.72, label="predicted")
     if is_measured:
         shares, errors = df["measured_slope"] / df["tasks"], 2 * df["se"] / df["tasks"]
-        bars = {"ecolor": "black", "elinewidth": 1.2, "capsize": 3, "mfc": "white", "mec": "black"}
-        label = "measured, two standard errors"
-        ax.errorbar(shares, at, xerr=errors, fmt="D", ms=5, label=label, **bars)
+        label = "measured, ± two standard errors"
+        bars = {"color": _MEASURED, "elinewidth": 1.2, "capsize": 3}
+        ax.errorbar(shares, at, xerr=errors, fmt="o", ms=4.5, label=label, **bars)
         _bound(ax, df["share"].to_numpy(float), shares.to_numpy(float), errors.to_numpy(float))
     for line in (0, 1):
         ax.axvline(line, color="#333333", lw=0.8, ls="-" if line == 0 else ":")

@@ -35,11 +35,15 @@ class _Bar(NamedTuple):
 def comparison(c: Comparison, axes: Sequence[Axes] | None = None) -> tuple[Axes, Axes]:
     """From the measured step to the predicted one, part by part; beside it every op.
 
-    On the left a waterfall: the parts of the error add up from the measured period to the
-    predicted one, each with its sign, as in ``Comparison.parts``. Red ones were predicted too
-    slow, blue ones too fast. The first are of single ops, as far as they change the step
-    (``Comparison.task_cost``). On the right what all tasks of an op take in a step, predicted and
-    measured, and the error of the prediction.
+    On the left a waterfall of the mean step: the parts of the error add up from the measured
+    period to the predicted one, each with its sign, as in ``Comparison.parts``. Red ones were
+    predicted too slow, blue ones too fast. The first are of single ops, as far as they change the
+    step (``Comparison.task_cost``). Where the axis does not start at 0 its label says so, and the
+    bars of both periods are broken.
+
+    On the right what all tasks of an op take in a step, predicted and measured, and the error of
+    the prediction. A star: the op is off and has no bar on the left, because the step does not
+    wait for it or because it is others that slow it.
 
     Parameters
     ----------
@@ -107,14 +111,24 @@ def _waterfall(c: Comparison, ax: Axes) -> None:
             label.set_horizontalalignment("right")
             label.set_rotation_mode("anchor")
     ax.set_ylim(bottom / unit_s, (high + 0.25 * max(high - bottom, room)) / unit_s)
-    cut = f", from {format_seconds(bottom)} on" if bottom else ""
-    ax.set_ylabel(f"{unit} a step{cut}")
+    if bottom:
+        _break(ax, (0, last))
+    cut = f"; the axis starts at {format_seconds(bottom)}" if bottom else ""
+    ax.set_ylabel(f"{unit} a step{cut}", fontsize=9)
     ax.set_xlabel("error in % of the measured step: red too slow, blue too fast", fontsize=8.5)
-    error = "" if c.error != c.error else f": the prediction is {_off(c.error)}"
+    error = "" if c.error != c.error else f": the mean step is predicted {_off(c.error)}"
     ax.set_title(f"{c.name}{error}", loc="left", fontsize=10)
     ax.grid(axis="y", linewidth=0.4, alpha=0.5)
     ax.tick_params(axis="x", length=0)
     bare(ax, "top", "right")
+
+
+def _break(ax: Axes, bars: Sequence[int]) -> None:
+    """White lines across the feet of bars that do not start at 0."""
+    for x in bars:
+        for low in (0.05, 0.08):
+            ends, across = (x - 0.36, x + 0.36), (low, low + 0.03)
+            ax.plot(ends, across, transform=ax.get_xaxis_transform(), color="white", linewidth=1.5)
 
 
 def _note(ax: Axes, x: float, y: float, text: str, bold: bool = False) -> None:
@@ -139,14 +153,26 @@ def _bars(c: Comparison) -> list[_Bar]:
     """What lies between the periods, from the measured one on."""
     if c.predicted.cost is None:
         return [_Bar("not split", c.error_s)]
-    cost: Any = c.task_cost
-    named = cost[cost["share"].abs() >= _LEAST].head(_MOST)
-    bars = [_Bar(str(op), float(s)) for op, s in named["seconds"].items()]
+    bars = [_Bar(str(op), float(s)) for op, s in _named(c)["seconds"].items()]
     parts: Any = c.parts["seconds"]
     rest_s = float(parts["task cost"]) - sum(bar.seconds for bar in bars)
     if not bars or abs(rest_s) >= _LEAST * c.measured_period_s:
         bars.append(_Bar("other ops" if bars else "all ops", rest_s))
     return [*bars, *(_Bar(words, float(parts[part])) for part, words in _WORDS.items())]
+
+
+def _named(c: Comparison) -> Any:
+    """The rows of the ops that have a bar of their own in the waterfall."""
+    cost: Any = c.task_cost
+    return cost[cost["share"].abs() >= _LEAST].head(_MOST)
+
+
+def _starred(c: Comparison) -> set[str]:
+    """Ops that are off by as much as would be drawn, and are not in the waterfall."""
+    if c.predicted.cost is None:
+        return set()
+    off: Any = (c.by_op["predicted_s"] - c.by_op["measured_s"]).abs()
+    return set(off.index[off >= _LEAST * c.measured_period_s]) - set(_named(c).index)
 
 
 def _long_ops(c: Comparison) -> Any:
@@ -157,7 +183,7 @@ def _long_ops(c: Comparison) -> Any:
 
 
 def _ops(c: Comparison, ax: Axes) -> None:
-    shown = _long_ops(c)
+    shown, starred = _long_ops(c), _starred(c)
     colours = op_colours(list(shown.index))
     most = max(*shown["predicted_s"], *shown["measured_s"])
     unit_s, unit = time_unit(most)
@@ -166,13 +192,16 @@ def _ops(c: Comparison, ax: Axes) -> None:
         ax.barh(y + 0.2, row["measured_s"] / unit_s, 0.36, color=colours[row["op"]])
         longer = max(row["predicted_s"], row["measured_s"]) / unit_s
         text = "" if row["error"] != row["error"] else f" {row['error']:+.1%}"
+        text += " *" if row["op"] in starred else ""
         ax.text(longer, y, text, va="center", fontsize=8.5)
     ax.set_yticks(range(len(shown)), [str(op) for op in shown.index], fontsize=8.5)
-    ax.set_xlim(0, 1.18 * most / unit_s if most else 1.0)
+    ax.set_xlim(0, 1.22 * most / unit_s if most else 1.0)
     more = len(c.by_op) - len(shown)
     rest = f"; {more} shorter ops are not shown" if more else ""
-    ax.set_xlabel(f"{unit} a step, and the prediction's error{rest}")
-    ax.set_title("Grey: predicted. Coloured: measured", loc="left", fontsize=10)
+    star = "\n* no bar on the left: the step does not wait for it, or others slow it (contention)"
+    star = star if starred & set(shown.index) else ""
+    ax.set_xlabel(f"{unit} a step, and the prediction's error{rest}{star}", fontsize=8.5)
+    ax.set_title("What ops take. Grey: predicted. Coloured: measured", loc="left", fontsize=10)
     ax.invert_yaxis()
     ax.grid(axis="x", linewidth=0.4, alpha=0.5)
     ax.tick_params(axis="y", length=0)

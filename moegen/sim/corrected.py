@@ -88,8 +88,8 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
     Raises
     ------
     InvalidInput
-        If the timeline was not measured, or an op takes no time by ``cost`` and some in the run:
-        no factor corrects that.
+        If the timeline was not measured, or an op that has something to do takes no time by
+        ``cost`` and some in the run: no factor corrects that.
 
     Warns
     -----
@@ -106,12 +106,13 @@ def correct(cost: CostModel, measured: Timeline) -> Corrected:
     tasks = [measured.tasks[i] for i in mine]
     of = np.array([keys.setdefault(_key(t), len(keys)) for t in tasks], dtype=int)
     took = np.bincount(of, (measured.end_s - measured.start_s)[mine], len(keys))
+    works = np.bincount(of, [_works(run.tasks[i]) for i in theirs], len(keys)) > 0
     factors, asked = np.ones(len(keys)), np.zeros(len(keys))
     first, before = factors, np.zeros(len(keys))
     free = np.ones(len(keys), dtype=bool)
     for k in range(MOST_ROUNDS):
         takes = np.bincount(of, (run.end_s - run.start_s)[theirs], len(keys))
-        _refuse_nothing(list(keys), took, takes, factors)
+        _refuse_nothing(list(keys), took, np.where(works, takes, took), factors)
         ratio = np.divide(took, takes, out=np.ones(len(keys)), where=takes > 0)
         if k:
             came = np.divide(takes, before, out=np.ones(len(keys)), where=before > 0) - 1
@@ -159,6 +160,11 @@ def _doubt(keys: list[Key], took: np.ndarray, takes: np.ndarray, measured: Timel
 
 def _key(task: Task) -> Key:
     return task.id.op, task.id.phase, task.lane
+
+
+def _works(task: Task) -> bool:
+    """Whether it has something to do: what has not may take a moment, which asks for no factor."""
+    return task.work is None or not task.work.empty
 
 
 def _refuse_nothing(

@@ -57,12 +57,13 @@ class Cost:
     demands : mapping of str to float
         Units of each shared resource that the task uses up over its run.
     issue_s : float
-        What the executor's issuing thread takes to hand the task over.
+        What the executor's issuing thread takes to hand the task over, where it has not rested.
     turn_s : float
-        What that thread takes before, once nothing keeps it from handing the task over.
+        What that thread takes before, likewise, once nothing keeps it from handing the task over.
     keeps : mapping of str to float
         Of its own speed, what the task keeps while others use a resource fully: kernels are
-        slower beside some that they share nothing with but the GPU.
+        slower beside some that they share nothing with but the GPU. One kernel that writes to host
+        memory counts as using ``zero_copy`` fully (`moegen.sim.sharing`).
 
     Raises
     ------
@@ -106,7 +107,8 @@ class CostModel(ABC):
         Which resources give less while which others are in use, where that was measured: what
         ``capacities`` rests on then.
     latencies : Latencies
-        What passes between the issuing thread and who works for it; see `moegen.sim.issued`.
+        What passes between the issuing thread and who works for it, and what a rest costs that
+        thread; see `moegen.sim.issued`.
     """
 
     by_work = False

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 STEPS = 6
 #: What delays together add to a lane at the middle level, as a share of a step, unless asked for.
 SHARE = 0.08
-#: No delay is shorter: a sleep on a stream or in a thread has a floor.
-LEAST_S = 50e-6
+# What is so small a part of a step shows in no time of it, and beside so much a step shows in none.
+_ROUNDING = 1e-9
 #: Levels of a delay: none, one, two.
 LEVELS = (0, 1, 2)
 #: A class binds if at least this part of its tasks' delays shows in the period.
@@ -73,7 +73,8 @@ def delay_slopes(
     Raises
     ------
     InvalidInput
-        If an op is not in the graph, or a number is out of range.
+        If an op is not in the graph, or a number is out of range: a delay of less than a billionth
+        of a step, which no time of it shows, or of more than a billion steps, is too.
     GraphError
         If the graph is unrolled.
     """
@@ -85,7 +86,8 @@ def delay_slopes(
     period_s = simulate(g, cost, steps).period_s
     rows = []
     for op, (lane, tasks) in of.items():
-        d = delay_of(op, delay_s, tasks, share * period_s)
+        limits = _ROUNDING * period_s, period_s / _ROUNDING
+        d = delay_of(op, delay_s, tasks, share * period_s, *limits)
         levels = [level * d for level in LEVELS]
         slope = fitted(levels, delayed_periods_s(g, cost, op, levels, steps))
         rows.append((op, lane, tasks, d, slope, slope >= BINDS * tasks))
@@ -103,6 +105,8 @@ def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[st
     GraphError
         If the graph is unrolled.
     """
+    if not isinstance(g, TaskGraph):
+        raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
     if g.n_steps != 1:
         raise GraphError(f"the graph is unrolled to {g.n_steps} steps: give the graph of one step")
     found: dict[str, tuple[str, int]] = {}
@@ -147,14 +151,31 @@ def checked_share(share: float) -> float:
 
 
 def delay_of(
-    op: str, given: float | Mapping[str, float] | None, tasks: int, added_s: float
+    op: str,
+    given: float | Mapping[str, float] | None,
+    tasks: int,
+    added_s: float,
+    least_s: float,
+    most_s: float,
 ) -> float:
-    """Seconds of the delay before each task of an op: as given, or such that they add up."""
+    """Seconds of the delay before each task of an op: as given, or such that they add up.
+
+    Raises
+    ------
+    InvalidInput
+        If one is given that is no time, less than ``least_s``, or more than ``most_s``.
+    """
     if isinstance(given, Mapping):
         given = given.get(op)
     if given is None:
-        return max(LEAST_S, added_s / tasks)
-    return number(given, f"the delay of {op}", above=0)
+        return max(least_s, added_s / tasks)
+    seconds = number(given, f"the delay of {op}", above=0, at_most=most_s)
+    if seconds < least_s:
+        raise InvalidInput(
+            f"the delay of {op} is {seconds:g} s, and one of less than {least_s:.2g} s cannot be "
+            f"told: ask for that or more"
+        )
+    return seconds
 
 
 def fitted(

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from moegen.graph.ahead import MOST_AHEAD
-from moegen.graph.latencies import BINDS, Latencies, Rest
+from moegen.graph.latencies import Latencies, Rest
 from moegen.graph.task import Lane, TaskGraph, TaskId
 from moegen.sim.clock import THEN, Clock
 from moegen.sim.handover import rules
@@ -111,7 +111,7 @@ class Issuing:
             at: cpu_s if on_cpu else gpu_s for at, on_cpu in self._rules.from_cpu.items()
         }
         self._room_late_s = gpu_s
-        self._rest, self._binds = Rest(), [t.id.op in BINDS for t in g.tasks]
+        self._rest, self._ops = Rest(), [t.id.op for t in g.tasks]
         self._rested_issue, self._rested_turn = latencies.rested_issue, latencies.rested_turn
         self._room: set[int] = set()  # whose ends lanes wait for that have so much before them
         self._bound = 1 if self._rules.binds else math.inf
@@ -155,9 +155,7 @@ class Issuing:
                     position = q.positions[q.place]
                     at = q.base + position
                     q.advance(n)
-                    if clock.now > free_s:
-                        rest.rested(clock.now - free_s)
-                    cold = 0.0 if self._binds[position] else rest.cold
+                    cold = rest.before(clock.now - free_s, self._ops[position])
                     if turn_s[at] > 0:
                         yield clock.now + turn_s[at] * (1 + self._rested_turn * cold)
                     left -= 1

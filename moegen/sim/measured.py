@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # A width worked out from a task's work may miss the one that was measured by so much.
 _ROUNDING = 1e-9
-_WITHIN = (0.0, 0.0)
 
 
 class Measured(Roofline):
@@ -34,15 +33,17 @@ class Measured(Roofline):
     A task at a measured point takes exactly what was measured, one between points lies on the
     lines between them, along each feature. Beyond the last point of a feature it takes the
     seconds of that point times what the roofline says of the task over what it says of the
-    point, which is continuous there. Ops without a curve take the roofline. Provenance tells
-    which it was (`Provenance`).
+    point, which is continuous there. Where only one size was measured nothing tells what of its
+    seconds goes with size: it takes what the roofline says more or less than of the point, as
+    long as that was no faster than the roofline. Ops without a curve take the roofline.
+    Provenance tells which it was (`Provenance`).
 
     Of several curves of an op those of the task's phase are asked, those of both phases only
     where there is none, and of these the one nearest to the task: the least sum, over its
     features, of the logarithm of how many times they are beyond its axis. Features that follow
     from a model's widths go before the others, for however much there is to do, what was measured
-    of the same model says more than what was of another. The first in the table of those that are
-    as near.
+    of the same model says more than what was of another. Of those that are as near it is the one
+    whose points lie closest around the task, and of these the first in the table.
 
     Attention was measured on rows of one length: each further run of lengths costs what the
     machine's ``cpu_call_s`` or ``gpu_call_s`` says, where it is known.
@@ -139,12 +140,20 @@ class Measured(Roofline):
             raise GraphError(_nothing_of(task.op, work)) from None
         seconds, provenance = read.seconds, read.provenance
         if read.edge is not None:
-            seconds *= self._physics(lane, work) / self._physics(lane, read.edge)
+            seconds = self._beyond(lane, seconds, read.edge, read.only, work)
         elif further_s:
             provenance = Provenance.INTERPOLATED
         # Without company it draws on the link itself, and shares it with copies so.
         keeps = {r: x for r, x in read.keeps.items() if r == "zero_copy" or self.table.company}
         return Alone(seconds + further_s, provenance, read.issue_s, read.turn_s, keeps)
+
+    def _beyond(self, lane: Lane, seconds: float, edge: Work, only: Work, work: Work) -> float:
+        """What ``work`` takes, by the ``seconds`` at the grid's edge and that which has all but the
+        one size of some features (see `_Reading`)."""
+        only_s = self._physics(lane, only)
+        seconds *= only_s / self._physics(lane, edge)
+        work_s = self._physics(lane, work)
+        return seconds + work_s - only_s if seconds >= only_s else seconds * work_s / only_s
 
 
 class _Reading(NamedTuple):
@@ -156,6 +165,8 @@ class _Reading(NamedTuple):
     provenance : Provenance
     edge : Work or None
         The work nearest to it that is within the grid, None if it is itself.
+    only : Work
+        The work itself, but for features of size of which one value was measured: at that one.
     issue_s, turn_s : float
         What the issuing thread takes for all that the work launches, and before that.
     keeps : mapping of str to float
@@ -165,6 +176,7 @@ class _Reading(NamedTuple):
     seconds: float
     provenance: Provenance
     edge: Work | None
+    only: Work
     issue_s: float
     turn_s: float
     keeps: Mapping[str, float]
@@ -175,6 +187,12 @@ class _Line:
 
     def __init__(self, curve: Curve) -> None:
         self._features = [(FEATURES[key], values) for key, values in curve.axes.items()]
+        # Of these one size was measured. What is launched again takes as long again.
+        self._of_one_size = {
+            FEATURES[key]
+            for key, values in curve.axes.items()
+            if len(values) == 1 and key != "launches" and not FEATURES[key].of_model
+        }
         self._seconds, self._spread = curve.seconds, curve.spread
         #: Whether seconds are those of one kernel, however many are launched.
         self.of_one = "launches" not in curve.axes
@@ -197,9 +215,18 @@ class _Line:
                     others += math.log(far)
         return of_model, others
 
+    def cell(self, work: Work) -> float:
+        """How far the points around ``work`` lie apart, by the logarithm: 0 at a point."""
+        apart = 0.0
+        for feature, values in self._features:
+            i, share = _place(values, _within(values, feature.of(work)))
+            if share > 0:
+                apart += math.log(values[i + 1] / values[i])
+        return apart
+
     def at(self, work: Work) -> _Reading:
         """All that there is at ``work``, or where the grid ends before it."""
-        places, edge, exact = self._places(work)
+        places, edge, only, exact = self._places(work)
         one_s = seconds = _read(self._seconds, places, 0)
         if self.of_one:
             seconds = one_s * work.launches - (work.launches - 1) * self._once_s
@@ -209,7 +236,8 @@ class _Line:
         turn_s = 0.0 if self._turn_s is None else _read(self._turn_s, places, 0)
         waits_s = {r: _read(grid, places, 0) - one_s for r, grid in self._beside.items() if grid}
         keeps = {r: seconds / (seconds + s) for r, s in waits_s.items() if s > 0}
-        return _Reading(seconds, provenance, edge, self._issued_s(work, places), turn_s, keeps)
+        issue_s = self._issued_s(work, places)
+        return _Reading(seconds, provenance, edge, only, issue_s, turn_s, keeps)
 
     def _issued_s(self, work: Work, places: Sequence[tuple[int, float]]) -> float:
         if self._issue_s is None:
@@ -226,23 +254,36 @@ class _Line:
             return 0.0
         return _read(self._spread, self._places(work)[0], 0)
 
-    def _places(self, work: Work) -> tuple[list[tuple[int, float]], Work | None, bool]:
-        """Where ``work`` is in each axis, the work at the grid's edge, and if it is a point."""
+    def _places(self, work: Work) -> tuple[list[tuple[int, float]], Work | None, Work, bool]:
+        """Where ``work`` is in each axis, what `_Reading` calls edge and only, and if it is a
+        point."""
         places: list[tuple[int, float]] = []
-        exact, edge = True, None
+        exact, edge, only = True, None, work
         for feature, values in self._features:
             value = feature.of(work)
-            nearest = min(max(value, values[0]), values[-1])
+            nearest = _within(values, value)
             if abs(nearest - value) > _ROUNDING * nearest:
                 edge = feature.scaled(edge or work, nearest / value)
-            i = bisect_left(values, nearest)
-            if values[i] == nearest:
-                places.append((i, 0.0))
-            else:
-                below = values[i - 1]
-                places.append((i - 1, (nearest - below) / (values[i] - below)))
-                exact = False
-        return places, edge, exact
+                if feature in self._of_one_size:
+                    only = feature.scaled(only, nearest / value)
+            places.append(_place(values, nearest))
+            exact = exact and places[-1][1] == 0
+        return places, edge, only, exact
+
+
+def _within(values: Sequence[float], value: float) -> float:
+    """The nearest to ``value`` that an axis reaches."""
+    return min(max(value, values[0]), values[-1])
+
+
+def _place(values: Sequence[float], value: float) -> tuple[int, float]:
+    """Where a value within an axis lies: the point below it, and the share of the way to the
+    next."""
+    i = bisect_left(values, value)
+    if values[i] == value:
+        return i, 0.0
+    below = values[i - 1]
+    return i - 1, (value - below) / (values[i] - below)
 
 
 def _of_phase(pairs: Sequence[tuple[_Line, Curve]], phase: str) -> tuple[_Line, ...]:
@@ -251,15 +292,12 @@ def _of_phase(pairs: Sequence[tuple[_Line, Curve]], phase: str) -> tuple[_Line, 
 
 
 def _nearest(lines: Sequence[_Line], work: Work) -> _Line:
-    """The first of the lines that are least far from ``work``."""
-    best, least = lines[0], (math.inf, math.inf)
-    for line in lines if len(lines) > 1 else ():
-        far = line.distance(work)
-        if far < least:
-            best, least = line, far
-            if far == _WITHIN:
-                break
-    return best
+    """Of the lines that are least far from ``work`` the one whose points lie closest around it."""
+    if len(lines) == 1:
+        return lines[0]
+    far = [line.distance(work) for line in lines]
+    near = [line for line, x in zip(lines, far, strict=True) if x == min(far)]
+    return near[0] if len(near) == 1 else min(near, key=lambda line: line.cell(work))
 
 
 def _nothing_of(op: str, work: Work) -> str:

@@ -69,8 +69,12 @@ def _own_speeds(
 
 
 def _use(resource: str, i: int, loads: Sequence[Mapping[str, float]], full: float) -> float:
-    """How fully others than the i-th use a resource. To another kernel one that writes to host
-    memory uses the GPU's way there fully, however little it writes."""
+    """How fully others than the i-th use a resource.
+
+    To another kernel one that writes to host memory uses the GPU's way there fully, however little
+    it writes: on an H200 no kernel ends while such a one is at work, and those behind it begin
+    when it has ended.
+    """
     others = [load for k, load in enumerate(loads) if k != i and load.get(resource)]
     if resource == "zero_copy" and loads[i].get("gpu") and any(x.get("d2h") for x in others):
         return 1.0

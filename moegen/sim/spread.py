@@ -103,7 +103,14 @@ class Spread:
         cost : CostModel
             Its ``spread`` of each task; an op's is the mean of its tasks, by seconds.
         g : TaskGraph
+
+        Raises
+        ------
+        InvalidInput
+            If one of them is something else.
         """
+        if not isinstance(g, TaskGraph):
+            raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
         sums: dict[str, tuple[float, float]] = {}
         for t in g:
             seconds = checked_cost(cost).seconds(t)
@@ -117,7 +124,8 @@ class Spread:
         return any((*self.each.values(), *self.common.values()))
 
     def times(self, factor: float) -> Spread:
-        """All deviations times a factor."""
+        """All deviations times a factor of at least 0."""
+        factor = number(factor, "the factor of deviations", at_least=0)
         return Spread(
             {op: v * factor for op, v in self.each.items()},
             {op: v * factor for op, v in self.common.items()},

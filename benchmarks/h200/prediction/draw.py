@@ -12,10 +12,11 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 import moegen as mg
+from moegen.sim.uncertainty import LEVEL
 
 COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#7570b3")
 _LIMITS = ((judge.WORST, 0.10), (judge.MEDIAN, 0.16))
-_LINE, _BAND = "#333333", "#1f3b57"
+_LINE, _BAND, _MEASURED = "#333333", "#1f3b57", "#b30000"
 
 
 def predicted_and_measured(
@@ -24,7 +25,8 @@ def predicted_and_measured(
     """On the left predicted over measured, both logarithmic; on the right the error.
 
     Bands are of 3% and 6%. A bar goes from the quickest run of a point, where the mark is, to its
-    slowest. Filled marks are points drawn at random, empty ones the curve's and the planner's.
+    slowest. Filled marks are points drawn at random, empty ones the curve's and the planner's, as
+    the legend says.
 
     Parameters
     ----------
@@ -53,10 +55,13 @@ def predicted_and_measured(
             down = [[100 * (p["error"] - (p["predicted_s"] / slowest_s - 1))], [0]]
             right.errorbar(at, 100 * p["error"], yerr=down, **look)
         left.plot([], [], "o", color=colour, label=" ".join(kind))
+    for face, what in ((_LINE, "drawn at random"), ("white", "curve over ω, planner's choice")):
+        word = "filled" if face == _LINE else "empty"
+        left.plot([], [], "o", mfc=face, mec=_LINE, label=f"{word}: {what}")
     _bands(left, right, points)
     left.set_ylabel("predicted, ms a step")
     left.legend(loc="upper left", fontsize=8.5, frameon=False)
-    right.set_ylabel("error of the prediction, %")
+    right.set_ylabel("error, %: above 0 predicted too slow, below 0 too fast")
     for ax in (left, right):
         ax.set_xscale("log")
         ax.set_xlabel("measured, ms a step")
@@ -66,8 +71,7 @@ def predicted_and_measured(
     for axis in (left.xaxis, left.yaxis, right.xaxis):
         _plain(axis)
     left.set_title("The time of a step; shaded: within 3% and 6%", loc="left", fontsize=10)
-    words = "Bars: to the slowest run. Empty marks: not drawn at random"
-    right.set_title(words, loc="left", fontsize=10)
+    right.set_title("Its error; bars go to the slowest run", loc="left", fontsize=10)
     return left, right
 
 
@@ -94,31 +98,36 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
     -------
     tuple of matplotlib.axes.Axes
     """
-    left, right = _two(axes, 4.2)
-    rate, slowest = frame["measured_tokens_per_s"], frame["measured_low"]
-    mg.plot.bands(frame, measured=frame.assign(tokens_per_s=rate, low=slowest, high=rate), ax=left)
+    left, right = _two(axes, 4.4)
     told, at = frame["tokens_per_s"], frame["omega"]
-    low, high, quick, slow = (
-        100 * (x / told - 1) for x in (frame["low"], frame["high"], rate, slowest)
-    )
-    right.fill_between(
-        at, low, high, color=_BAND, alpha=0.18, lw=0, label="predicted to lie within"
-    )
-    right.axhline(0, color=_BAND, lw=1.5, label="predicted")
-    look = {"fmt": "D", "ms": 6, "mfc": "white", "mec": "black", "ecolor": "black", "lw": 1.2}
-    right.errorbar(
-        at, quick, yerr=[quick - slow, 0 * quick], label="measured, to the slowest run", **look
-    )
-    right.set_xlabel("ω, share of decode attention on the CPU")
-    right.set_ylabel("throughput against the predicted one, %")
-    right.grid(linewidth=0.4, alpha=0.4)
-    right.spines[["top", "right"]].set_visible(False)
-    right.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8.5, frameon=False)
+    sides = ["tokens_per_s", "low", "high", "measured_tokens_per_s", "measured_low"]
+    rates = frame[sides]
+    for ax, y in ((left, rates), (right, 100 * (rates.div(told, axis=0) - 1))):
+        band = f"{LEVEL:.0%} band of the prediction"
+        ax.fill_between(at, y["low"], y["high"], color=_BAND, alpha=0.3, lw=0, label=band)
+        ax.plot(at, y["tokens_per_s"], color=_BAND, lw=1.2, label="predicted")
+        quick = y["measured_tokens_per_s"]
+        late = [quick - y["measured_low"], 0 * quick]
+        look = {"fmt": "o", "ms": 4, "color": _MEASURED, "elinewidth": 1.2}
+        ax.errorbar(at, quick, yerr=late, label="measured; bar: to the slowest run", **look)
+        ax.set_xlabel("ω, share of decode attention on the CPU")
+        ax.grid(linewidth=0.4, alpha=0.4)
+        ax.spines[["top", "right"]].set_visible(False)
+    left.set_ylabel("throughput, tokens/s")
+    left.yaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    left.set_title("Throughput; the axis does not start at 0", loc="left", fontsize=10)
+    left.legend(loc="upper left", fontsize=8.5, frameon=False)
+    right.set_ylabel("measured less predicted, % of predicted")
+    c = judge.Coverage.of(frame.to_dict("records"))
+    words = f"The same as error: {c.inside} of {c.n} in the band, {c.expected} expected"
+    right.set_title(words, loc="left", fontsize=10)
     return left, right
 
 
 def slopes(found: Data, axes: Sequence[Axes] | None = None) -> list[Axes]:
     """What delays do to a step, one situation below the other.
+
+    Ops whose measured slope does not agree with the predicted one in sign say so.
 
     Parameters
     ----------
@@ -133,9 +142,9 @@ def slopes(found: Data, axes: Sequence[Axes] | None = None) -> list[Axes]:
     """
     import matplotlib.pyplot as plt
 
-    frames = {s["name"]: pd.DataFrame(s["slopes"]) for s in found["situations"]}
+    frames = [(judge.title(s), pd.DataFrame(s["slopes"])) for s in found["situations"]]
     if axes is None:
-        heights = [1.0 + 0.26 * len(frame) for frame in frames.values()]
+        heights = [1.0 + 0.26 * len(frame) for _, frame in frames]
         _, grid = plt.subplots(
             len(frames),
             figsize=(8.5, sum(heights)),
@@ -145,12 +154,33 @@ def slopes(found: Data, axes: Sequence[Axes] | None = None) -> list[Axes]:
             layout="constrained",
         )
         axes = list(grid[:, 0])
-    for ax, (name, frame) in zip(axes, frames.items(), strict=True):
+    for ax, (title, frame) in zip(axes, frames, strict=True):
         mg.plot.causal(frame, ax)
-        ax.set_title(name, loc="right", fontsize=10)
+        # Between the first title and its axes is the legend of all.
+        pad = 22 if ax is axes[0] else 6
+        ax.set_title(title[0].upper() + title[1:], loc="left", fontsize=10, pad=pad)
+        _name_disagreement(ax, frame)
+    for ax in axes[1:]:
+        if (legend := ax.get_legend()) is not None:
+            legend.remove()
     for ax in axes[:-1]:
         ax.set_xlabel("")
+    axes[-1].set_xlabel(
+        "1: every second of delay makes the step a second longer.   0: the delay does not show."
+    )
     return list(axes)
+
+
+def _name_disagreement(ax: Axes, frame: pd.DataFrame) -> None:
+    """Beside each op whose measured slope has another sign than the predicted one."""
+    rows = [label.get_text().split(" ")[0] for label in ax.get_yticklabels()]
+    for op, tasks, slope, se in frame.loc[
+        ~frame["agrees"].astype(bool), ["op", "tasks", "measured_slope", "se"]
+    ].itertuples(index=False):
+        end = (slope + judge.SURE * se) / tasks
+        words = "sign not as predicted"
+        look = {"va": "center", "fontsize": 8.5, "color": _MEASURED}
+        ax.annotate(words, (end, rows.index(op)), (6, 0), textcoords="offset points", **look)
 
 
 def _bands(left: Axes, right: Axes, points: Sequence[Data]) -> None:

@@ -8,8 +8,10 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from moegen.causal_profiling import NONE, SURE
+from moegen.sim.uncertainty import LEVEL
 
 Data = dict[str, Any]
 MEDIAN, WORST, OP_MEDIAN, SLOPE = 0.03, 0.06, 0.05, 0.20
@@ -19,6 +21,12 @@ LONG = 0.01
 SHORT_S = 200e-6
 # Of the errors of an op this share has one sign: it is biased.
 ONE_SIDED = 0.8
+# Without a trend a rank correlation scatters by 1 / sqrt(n - 1): so many times that is a trend.
+_TREND = 2.5
+# So many standard deviations fewer points in a band than its level are no chance.
+_SHORT = 2.0
+# Of a step: KV that is fetched for longer has much to do with what it takes.
+FETCHES = 0.5
 HELD_OUT = ("decode-", "prefill-")
 PLANNED = "planned"
 
@@ -116,6 +124,52 @@ def one_sided(errors: Iterable[float]) -> int:
         if len(each) and (sign * each > 0).mean() >= ONE_SIDED:
             return sign
     return 0
+
+
+def trend(x: Sequence[float], errors: Sequence[float]) -> float | None:
+    """Spearman's rank correlation of errors with ``x``; None where it may well be chance."""
+    if len(x) < 3 or len(set(x)) < 2 or len(set(errors)) < 2:
+        return None
+    rho = float(pd.Series(list(x)).corr(pd.Series(list(errors)), method="spearman"))
+    return rho if abs(rho) * np.sqrt(len(x) - 1) >= _TREND else None
+
+
+def curve_errors(curve: Iterable[Data]) -> list[float]:
+    """Measured over predicted throughput, less 1, of each point of the curve."""
+    return [r["measured_tokens_per_s"] / r["tokens_per_s"] - 1 for r in curve]
+
+
+def fetch_share(p: Data) -> float:
+    """The share of a measured step in which KV is fetched."""
+    return p["ops"].get("fetch_kv", {"measured_s": 0.0})["measured_s"] / p["measured_s"]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many points of the curve lie in their band.
+
+    Attributes
+    ----------
+    n, inside : int
+    expected : int
+        As many as the band's level says.
+    short : bool
+        Whether that many fewer lie inside that it is no chance.
+    """
+
+    n: int
+    inside: int
+    expected: int
+    short: bool
+
+    @classmethod
+    def of(cls, curve: Sequence[Data]) -> Coverage:
+        """Of the curve of predicted.json."""
+        n = len(curve)
+        inside = sum(r["low"] <= r["measured_tokens_per_s"] <= r["high"] for r in curve)
+        scatter = np.sqrt(n * LEVEL * (1 - LEVEL))
+        short = inside < n * LEVEL - _SHORT * scatter
+        return cls(n, inside, round(n * LEVEL), bool(short))
 
 
 def _why(row: Data, some: Sequence[Data]) -> str:
@@ -228,8 +282,8 @@ def slope_rows(slopes: Data) -> list[Data]:
     Returns
     -------
     list of dict
-        As of `moegen.causal`, with ``situation``, its name; ``predicted``, ``measured`` and
-        ``within`` (two standard errors) as shares of the delay, which are slopes by task; and
+        As of `moegen.causal`, with ``situation``, its :func:`title`; ``predicted``, ``measured``
+        and ``within`` (two standard errors) as shares of the delay, which are slopes by task; and
         ``told``, whether the measurement itself says if there is an effect, and of which sign.
     """
     rows = []
@@ -238,7 +292,7 @@ def slope_rows(slopes: Data) -> list[Data]:
             n = row["tasks"]
             measured, within = row["measured_slope"] / n, SURE * row["se"] / n
             more = {
-                "situation": s["name"],
+                "situation": title(s),
                 "predicted": row["predicted_slope"] / n,
                 "measured": measured,
                 "within": within,
@@ -246,6 +300,14 @@ def slope_rows(slopes: Data) -> list[Data]:
             }
             rows.append(row | more)
     return rows
+
+
+def title(situation: Data) -> str:
+    """Where the weights are, and who does the attention."""
+    omega = situation["strategy"]["omega"]
+    who = {0: "the GPU", 1: "the CPU"}.get(omega, "both")
+    weights = "weights stay on the GPU" if situation["kept"] else "weights are copied"
+    return f"{weights}, attention on {who}"
 
 
 def _side(share: float) -> int:

@@ -29,6 +29,8 @@ from moegen.graph.files import read_json, write_bytes, write_text
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 TIMELINES = "timelines.zip"
+# Of a profile whose curves were made again from the times that it had measured.
+REMADE = "curves were made anew"
 # Steps of a run that are left out, and the least that it must have.
 WARM_UP, LEAST = 1, 4
 _DIGITS = 7
@@ -117,6 +119,16 @@ class Kept:
     @cached_property
     def predicted(self) -> Data | None:
         return _read(self.folder / "predicted.json", f"run predict.py {self.folder}")
+
+    @property
+    def changed(self) -> bool:
+        """Whether code that makes the profile's curves was changed after the runs had been seen.
+
+        The notes of the profile say so; ``as_measured`` among them has the errors by the code
+        before: ``step_median``, ``step_worst`` and ``per_op``.
+        """
+        notes = self.notes or {}
+        return "as_measured" in notes or any(REMADE in note for note in notes.get("notes", ()))
 
     def require(self) -> None:
         """Refuse a folder in which nothing is kept.

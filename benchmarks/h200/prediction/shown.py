@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import judge
 from judge import Data, Errors, Slopes
-from kept import Kept
+from kept import REMADE, Kept
 from markdown_pieces import table
+
+from moegen.sim.uncertainty import LEVEL
 
 POINTS, CURVE = 24, 11
 PROFILE_S = 120.0
@@ -27,21 +29,133 @@ def targets(kept: Kept) -> list[str]:
         _curve(curve),
         ("5. the same on CPU lanes, in the tests", CI, "yes"),
     ]
-    return ["## What it must show", "", *table("what | measured | met", [list(r) for r in rows])]
+    return [
+        "## What it must show",
+        "",
+        *table("what | measured | met", [list(r) for r in rows]),
+        *([" ".join([*blind(kept), *_today(kept)]), ""] if kept.changed else []),
+    ]
 
 
-def summary(kept: Kept) -> str:
-    """What was found, in the sentence that README.md says it in."""
+def summary(kept: Kept) -> list[str]:
+    """What was found, in the sentences that README.md says it in."""
     assert kept.predicted is not None
     points = kept.predicted["points"]
     drawn = judge.held_out(points)
-    e = Errors.of([p["error"] for p in drawn])
+    if not drawn:
+        return []
+    e, every = (Errors.of([p["error"] for p in some]) for some in (drawn, points))
     layers = {p["model"]: p["layers"] for p in points}
     of = " and ".join(f"{n} layers of {model}" for model, n in layers.items())
-    return (
+    said = [
         f"Of {e.n} points drawn at random, of {of}, the time of a step was predicted to "
-        f"{e.median:.1%} in the median and {e.worst:.1%} at worst"
+        f"{e.median:.1%} in the median and {e.worst:.1%} at worst.",
+        "That is against the quickest run of each point.",
+        f"Operations were predicted to {_per_op(drawn):.1%} in the median.",
+    ]
+    if every.n > e.n:
+        said.append(
+            f"Of all {every.n} points, a curve over ω and the planner's choice among them, the "
+            f"worst is {every.worst:.1%}."
+        )
+    return [*said, *_curve_words(kept), *blind(kept), *_other_measurements(kept)]
+
+
+def blind(kept: Kept) -> list[str]:
+    """Whether those who wrote the code had seen the runs, in sentences."""
+    said = ["The points were drawn blind."]
+    if kept.changed:
+        said.append(
+            "The code that makes curves from the profile's times was changed after these runs had "
+            "been seen."
+        )
+    if was := (kept.notes or {}).get("as_measured"):
+        said.append(
+            f"By the code before, steps were predicted to {was['step_median']:.1%} in the median "
+            f"and {was['step_worst']:.1%} at worst, and operations to {was['per_op']:.1%}."
+        )
+    return said
+
+
+def noted(kept: Kept) -> list[tuple[str, str]]:
+    """What the profile notes, and behind each note what it means for the predictions.
+
+    The meaning is empty where the next note has the same, or where nothing is known.
+    """
+    notes: list[str] = (kept.notes or {}).get("notes", [])
+    means = [next((x for words, x in _MEANS if words in note), "") for note in notes]
+    after = [*means[1:], ""][: len(means)]
+    return [
+        (note, so if so != following else "")
+        for note, so, following in zip(notes, means, after, strict=True)
+    ]
+
+
+_MEANS = (
+    (
+        "there was no time left",
+        "tasks of these ops at other sizes are predicted from the nearest measured size and the "
+        "machine's rates, and less surely",
+    ),
+    (
+        REMADE,
+        "the errors found are not those of a blind test",
+    ),
+    (
+        "timed by itself",
+        "steps in which KV is fetched while weights are copied may be predicted too fast; the "
+        "curve over ω shows by how much",
+    ),
+)
+
+
+def _today(kept: Kept) -> list[str]:
+    """The same errors by the code of today."""
+    assert kept.predicted is not None
+    drawn = judge.held_out(kept.predicted["points"])
+    if not drawn or not (kept.notes or {}).get("as_measured"):
+        return []
+    e = Errors.of([p["error"] for p in drawn])
+    return [
+        f"By the code of today, as above, it is {e.median:.1%}, {e.worst:.1%} and "
+        f"{_per_op(drawn):.1%}."
+    ]
+
+
+def _per_op(points: list[Data]) -> float:
+    return Errors.of([r["error"] for r in judge.op_errors(points)]).median
+
+
+def _curve_words(kept: Kept) -> list[str]:
+    """What is to be said of a curve whose error is no scatter, or whose band is too narrow."""
+    assert kept.predicted is not None
+    curve = kept.predicted["curve"]
+    if not curve:
+        return []
+    said, c = [], judge.Coverage.of(curve)
+    if judge.trend([r["omega"] for r in curve], judge.curve_errors(curve)) is not None:
+        said.append("On that curve the error is no scatter but a bias that goes with ω.")
+    if c.short:
+        said.append(
+            f"Bands are too narrow for what a profile misses: {c.inside} of {c.n} points of the "
+            f"curve lie within the {LEVEL:.0%} band, {c.expected} would be expected."
+        )
+    return said
+
+
+def _other_measurements(kept: Kept) -> list[str]:
+    found = kept.others["measurements"] if kept.others else []
+    if not found:
+        return []
+    median, worst, per_op = (
+        f"{min(each):.1%} to {max(each):.1%}"
+        for each in ([r[key] for r in found] for key in ("step_median", "step_worst", "per_op"))
     )
+    return [
+        f"In {len(found)} other measurements, of other points, on other machines and by the code "
+        f"of their day, the median was {median}, the worst {worst}, and operations were predicted "
+        f"to {per_op}."
+    ]
 
 
 def _calibration(notes: Data | None) -> list[Row]:
@@ -98,6 +212,10 @@ def _slopes(slopes: Data | None) -> list[Row]:
     met = _at_least(s.classes - wrong, s.classes)
     if s.untold:
         found += f"; of {s.untold} the noise hides it"
+    if wrong:
+        which = [f"`{r['op']}` where {r['situation']}" for r in rows if not r["agrees"]]
+        found += f"; not of {' and '.join(which)}"
+    if s.untold:
         met = met if wrong else "yes, where it can be told"
     return [
         (what[0], found, met),
@@ -106,9 +224,16 @@ def _slopes(slopes: Data | None) -> list[Row]:
 
 
 def _curve(curve: list[Data]) -> Row:
-    inside = sum(r["low"] <= r["measured_tokens_per_s"] <= r["high"] for r in curve)
-    measured = f"{len(curve)}, {inside} within the band" if curve else "not measured"
-    what = f"4. the curve over ω at {CURVE} points, predicted with bands and measured"
+    c = judge.Coverage.of(curve)
+    measured = "not measured"
+    if curve:
+        measured = (
+            f"{c.n}, measured and predicted with bands; {c.inside} within the {LEVEL:.0%} band, "
+            f"{c.expected} would be expected"
+        )
+    if c.short:
+        measured += ": the band does not hold what the profile misses"
+    what = f"4. the curve over ω at {CURVE} points, measured and predicted with bands"
     return what, measured, _at_least(len(curve), CURVE)
 
 

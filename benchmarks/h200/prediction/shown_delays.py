@@ -88,10 +88,9 @@ def _share(x: float) -> str:
 
 def _situation(of: Data) -> str:
     s = of["strategy"]
-    weights = "all weights stay on the GPU" if of["kept"] else "all weights are copied"
     slots = f"{s['kv_slots']} slot{'s' * (s['kv_slots'] > 1)} for KV"
     return (
-        f"- {of['name']}: {weights}; B = {s['B']:,}, b_a = {s['b_a']}, {slots}, "
+        f"- {judge.title(of)}: B = {s['B']:,}, b_a = {s['b_a']}, {slots}, "
         f"{of['context']:,} tokens of context, ω = {s['omega']:g}; delays of an op add "
         f"{of['share']:.0%} to a step, and twice that; stretches of {of['steps']} steps, "
         f"{of['rounds']} rounds."

@@ -18,15 +18,37 @@ import numpy as np
 from judge import Data, Errors
 from kept import HERE, RESULTS, Kept, leaving
 from markdown_pieces import ms, pct, signed, table, where
-from shown import summary, targets
+from shown import noted, summary, targets
 from shown_delays import delays
 from shown_ops import ops
 
 from moegen.graph.files import write_text
+from moegen.sim.uncertainty import LEVEL
 
 REPORT = HERE / "REPORT.md"
 # Errors of the mean and of the median step that differ by more are explained.
 APART = 0.01
+# What is said of some points of several needs as many.
+_SOME = 3
+WORDS = {
+    "drawn, held-out": "points chosen by a random number generator, before anything was predicted; "
+    "the profile knows nothing of them",
+    "seed": "the number that the generator starts from: another seed, other points",
+    "wave": "the prompts that one prefill step takes together",
+    "op": "one kind of task, such as `expert` or `fetch_kv`; its tasks of a step count together",
+    "roofline": "a task's work over the machine's rate, where nothing of its kind was measured",
+    "band": f"what {LEVEL:.0%} of simulated runs lie within, if durations differ as the profile's "
+    "repeated measurements do",
+    "curve": "of an op: what its tasks take, by their size, as the profile measured it; of the "
+    "report: throughput over ω",
+    "slope": "by how much a step is longer for each second by which tasks are held back",
+    "issuing thread": "the one CPU thread that hands every task to its lane",
+    "rest": "a pause of that thread, after which it is slower for a while",
+    "spread": "by how much the slowest run of a point is slower than the quickest",
+    "tau (τ)": "Kendall's rank correlation of predicted and measured order: 1 if all pairs of "
+    "points are in the right order, 0 if it is as good as drawn",
+    "regret": "tokens a second that are lost by taking what is predicted best",
+}
 
 
 def report(folder: Path = RESULTS) -> str:
@@ -47,6 +69,8 @@ def report(folder: Path = RESULTS) -> str:
     lines += [
         *_setting(kept),
         *targets(kept),
+        *_words(),
+        *_notes(kept),
         *_others(kept),
         *_definition(),
         *_errors(points),
@@ -74,8 +98,19 @@ def _setting(kept: Kept) -> list[str]:
         f"The calibration is `moegen profile` alone, of this machine; it took "
         f"{kept.notes['seconds']:.0f} s{after}."
     )
-    lines += ["", *(f"- the profile notes: {note}" for note in kept.notes["notes"]), ""]
-    return lines
+    return [*lines, ""]
+
+
+def _notes(kept: Kept) -> list[str]:
+    """What the profile says of itself, and what follows for the predictions."""
+    lines = [f"- {note}." + (f" *So*: {so}." if so else "") for note, so in noted(kept)]
+    if not lines:
+        return []
+    return ["## What the profile notes", "", *lines, ""]
+
+
+def _words() -> list[str]:
+    return ["## Words", "", *(f"- **{word}**: {means}" for word, means in WORDS.items()), ""]
 
 
 def _others(kept: Kept) -> list[str]:
@@ -133,7 +168,33 @@ def _errors(points: list[Data]) -> list[str]:
                 shares = [f"{e.within_median:.0%}", f"{e.within_worst:.0%}"]
                 rows.append([name, str(e.n), against, pct(e.median), pct(e.worst), *shares])
     columns = "points | number | against | median error | worst | within 3% | within 6%"
-    return ["## Errors of the time of a step", "", *table(columns, rows)]
+    return ["## Errors of the time of a step", "", *table(columns, rows), *_fetching(points)]
+
+
+def _fetching(points: list[Data]) -> list[str]:
+    """Whether drawn points whose KV is fetched are off to one side."""
+    said = []
+    decode = [p for p in judge.held_out(points) if p["phase"] == "decode"]
+    for model in dict.fromkeys(p["model"] for p in decode):
+        some = [p for p in decode if p["model"] == model]
+        rho = judge.trend([judge.fetch_share(p) for p in some], [p["error"] for p in some])
+        if rho is not None:
+            to = "too fast" if rho < 0 else "too slow"
+            said.append(
+                f"The errors of the {len(some)} drawn decode points of {model} have a trend: the "
+                f"longer KV is fetched within a step, the more the prediction leans to {to} (rank "
+                f"correlation of error and share of the step {rho:+.2f})."
+            )
+    long = [p for p in decode if judge.fetch_share(p) >= judge.FETCHES]
+    errors = [p["error"] for p in long]
+    if len(long) >= _SOME and (max(errors) < 0 or min(errors) > 0):
+        low, high = sorted(abs(x) for x in (min(errors), max(errors)))
+        side = "fast" if max(errors) < 0 else "slow"
+        said.append(
+            f"All {len(long)} drawn points that fetch KV for {judge.FETCHES:.0%} of a step or more "
+            f"are predicted too {side}, by {low:.1%} to {high:.1%}: that is a bias, no scatter."
+        )
+    return [" ".join(said), ""] if said else []
 
 
 def _points(points: list[Data]) -> list[str]:
@@ -252,11 +313,11 @@ def _curve(curve: list[Data]) -> list[str]:
             f"{r['low']:,.0f} to {r['high']:,.0f}",
             f"{r['measured_tokens_per_s']:,.0f}",
             f"{r['measured_low']:,.0f}",
-            signed(r["measured_tokens_per_s"] / r["tokens_per_s"] - 1),
+            signed(off),
             "yes" if r["low"] <= r["measured_tokens_per_s"] <= r["high"] else "no",
             f"{r['probability_best']:.0%}",
         ]
-        for r in curve
+        for r, off in zip(curve, judge.curve_errors(curve), strict=True)
     ]
     columns = (
         "ω | predicted tokens/s | 90% of samples | measured, quickest run | slowest run | "
@@ -267,7 +328,9 @@ def _curve(curve: list[Data]) -> list[str]:
         "",
         "Eleven points that differ in ω alone. The band: all tasks of an op are off together by "
         "what the profile's repeated measurements differ, and each task by what tasks scatter "
-        "within the measured runs.",
+        "within the measured runs. What the simulator or the profile gets wrong in the same way "
+        "each time is not in it. Measured / predicted - 1 is below 0 where the prediction is too "
+        "fast.",
         "",
         *table(columns, rows),
         *_bias(curve),
@@ -275,19 +338,45 @@ def _curve(curve: list[Data]) -> list[str]:
 
 
 def _bias(curve: list[Data]) -> list[str]:
-    """Whether the points of the curve scatter about the prediction or lie to one side of it."""
-    off = [r["measured_tokens_per_s"] / r["tokens_per_s"] - 1 for r in curve]
+    """Whether the points of the curve scatter about the prediction, drift, or lie to one side."""
+    off, c = judge.curve_errors(curve), judge.Coverage.of(curve)
     reach = float(np.median([(r["high"] - r["low"]) / r["tokens_per_s"] / 2 for r in curve]))
     size, side = float(np.median(np.abs(off))), judge.one_sided(off)
-    width = f"The band reaches {reach:.1%} to either side in the median; points are {size:.1%} off."
+    width = (
+        f"The band reaches {reach:.1%} to either side in the median; points are {size:.1%} off. "
+        f"{c.inside} of {c.n} lie within it, and {c.expected} would be expected of {LEVEL:.0%}."
+    )
+    if c.short:
+        width += " So the band is too narrow: it does not hold what the profile misses."
+    rho = judge.trend([r["omega"] for r in curve], off)
+    if rho is not None:
+        return [f"{width} {_drift(curve, off, rho)}", ""]
     if not side:
-        return [f"{width} They lie on both sides of the prediction.", ""]
+        return [f"{width} They lie on both sides of the prediction, without a trend over ω.", ""]
     count, word = sum(side * x > 0 for x in off), "above" if side > 0 else "below"
     return [
         f"{width} {count} of {len(off)} lie {word} the prediction: that is a bias which they "
         f"share, and no scatter. The order of points suffers less from it than their height.",
         "",
     ]
+
+
+def _drift(curve: list[Data], off: list[float], rho: float) -> str:
+    """The trend of the error over ω, and what it does to the curve's shape."""
+    first, last = curve[0], curve[-1]
+    ends = " and ".join(
+        f"{abs(x):.1%} too {'fast' if x < 0 else 'slow'} at ω = {r['omega']:g}"
+        for r, x in ((first, off[0]), (last, off[-1]))
+    )
+    told, found = (last[key] / first[key] - 1 for key in ("tokens_per_s", "measured_tokens_per_s"))
+    return (
+        f"The error has a trend over ω (rank correlation {rho:+.2f}): the prediction is {ends}. "
+        f"That is a bias, no scatter, and it goes with what ω moves from the link to the CPU. So "
+        f"the predicted curve is {'less' if abs(told) < abs(found) else 'more'} steep than the "
+        f"measured one: from ω = {first['omega']:g} to "
+        f"{last['omega']:g} throughput changes by {told:+.0%} as predicted, by {found:+.0%} as "
+        f"measured."
+    )
 
 
 def _failed(failed: list[Data]) -> list[str]:
@@ -300,7 +389,7 @@ def _failed(failed: list[Data]) -> list[str]:
 def main() -> None:
     write_text(REPORT, report(), "the report")
     if (kept := Kept()).predicted is not None and kept.predicted["points"]:
-        print(f"README.md, Status: {summary(kept)}.")
+        print("README.md, Status:", *summary(kept))
 
 
 if __name__ == "__main__":
