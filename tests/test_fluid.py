@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -114,3 +116,39 @@ def test_the_clock_comes_to_the_moment_itself():
     clock.at(0.2, lambda: clock.at(0.9, lambda: came.append(clock.now)))
     clock.run()
     assert 0.2 + (0.9 - 0.2) != 0.7 and came == [0.9]
+
+
+def test_what_is_foreseen_moves():
+    clock, came = Clock(), []
+
+    def say(what):
+        return lambda: came.append((clock.now, what))
+
+    clock.foresee(1.0, say("early"))
+    clock.at(0.5, lambda: clock.foresee(2.0, say("late")))
+    for when in (1.0, 2.0, 3.0):
+        clock.at(when, say("due"))
+    clock.run()
+    # Nothing comes at the moment before it moved, and at one moment it comes first.
+    assert came == [(1.0, "due"), (2.0, "late"), (2.0, "due"), (3.0, "due")]
+    clock.foresee(4.0, say("never"))
+    clock.foresee(math.inf, say("never"))
+    clock.run()
+    assert len(came) == 4 and clock.now == 3.0
+
+
+def test_the_clock_knows_whether_there_is_more_at_a_moment():
+    clock, more = Clock(), []
+
+    def look():
+        more.append(clock.more_now)
+
+    def look_and_foresee():
+        clock.foresee(2.0, look)
+        look()
+
+    clock.at(1.0, look)
+    clock.at(1.0, look)
+    clock.at(2.0, look_and_foresee)
+    clock.run()
+    assert more == [True, False, True, False]

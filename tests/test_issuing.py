@@ -198,6 +198,31 @@ def test_a_gpu_goes_from_one_task_to_the_next_in_a_moment():
     assert times(simulate(some, slow)) == {"a": (0.0, 1.0), "b": (1.25, 2.5), "c": (0.0, 0.0)}
 
 
+def test_in_that_moment_others_have_what_the_gpu_had():
+    graph = TaskGraph(
+        (task("w", "BULK"), task("a", "GPU"), task("x", "KV"), task("b", "GPU"), task("c", "GPU")),
+        (edge("a", "x"), edge("x", "c")),
+    )
+    work = {"w": 8, "a": 2, "x": 1, "b": 1, "c": 1}
+    drawn = {op: {"h2d": float(work[op])} for op in "wax"}
+    cost = fixed(
+        work, {"a": 2**-9}, Latencies(gpu_to_gpu_s=0.25), demands=drawn, capacities={"h2d": 1}
+    )
+    # w and a have half of the link until 4, and w all of it until x and b begin together; x has
+    # half of it until 6.25, so 4.75 of w are left then. c begins a moment after x.
+    assert times(simulate(graph, cost)) == {
+        "w": (0.0, 11.0),
+        "a": (0.0, 4.0),
+        "x": (4.25, 6.25),
+        "b": (4.25, 5.25),
+        "c": (6.5, 7.5),
+    }
+    # As they were measured, nobody shares anything: all of it is in their seconds.
+    costs, seconds = [cost.estimate(t) for t in graph], [float(work[t.id.op]) for t in graph]
+    start_s, end_s = run_lanes(graph, costs, range(5), seconds, None, cost.latencies)
+    assert start_s == [0.0, 0.0, 2.25, 2.25, 3.5] and end_s == [8.0, 2.0, 3.25, 3.25, 4.5]
+
+
 def test_urgent_lanes_go_first_and_the_gpu_has_one_task_a_turn():
     lane_of = {"g1": "GPU", "g2": "GPU", "b1": "BULK", "b2": "BULK", "k1": "KV"}
     tasks = [task(op, lane) for op, lane in lane_of.items()]

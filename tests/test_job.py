@@ -199,10 +199,10 @@ def time_s(rows, **fields) -> float:
 @given(rows=lengths, more=st.integers(1, 20), omega=st.sampled_from([0.0, 0.5, 1.0]))
 def test_more_tokens_are_never_cheaper(rows, more, omega):
     # All rows together: a single row may save a new layout by going on. Longer prompts may move
-    # a row from one side to the other.
+    # a row from one side to the other, and each of two estimates may be off.
     before = time_s(rows, omega=omega)
     assert time_s([(p, g + more) for p, g in rows], omega=omega) > before
-    assert time_s([(p + more, g) for p, g in rows], omega=omega) >= before * (1 - TOLERANCE)
+    assert time_s([(p + more, g) for p, g in rows], omega=omega) >= before * (1 - 2 * TOLERANCE)
 
 
 @settings(max_examples=10)

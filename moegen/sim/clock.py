@@ -24,19 +24,39 @@ class Clock:
         self.now = 0.0
         self._due: list[tuple[float, int, int, Callable[[], None]]] = []
         self._number = count()  # at one moment in the order in which they asked
+        self._foreseen_s, self._foreseen = math.inf, _nothing
 
     def at(self, when: float, call: Callable[[], None], turn: int = FIRST) -> None:
         """Call something at a moment that has not passed: to the last digit at that one."""
         heappush(self._due, (when, turn, next(self._number), call))
 
+    def foresee(self, when: float, call: Callable[[], None]) -> None:
+        """Call something at a moment, unless by then another one has been foreseen.
+
+        For one call that moves often: in place of the one before it, whose moment does not come.
+        At inf nothing is called.
+        """
+        self._foreseen_s, self._foreseen = when, call
+
     @property
-    def following(self) -> float:
-        """The moment of the next call; inf if there is none."""
-        return self._due[0][0] if self._due else math.inf
+    def more_now(self) -> bool:
+        """Whether there is more to call at this moment."""
+        due = self._due
+        return self._foreseen_s <= self.now or (len(due) > 0 and due[0][0] <= self.now)
 
     def run(self) -> None:
         """Go on until nothing is due any more."""
         due = self._due
-        while due:
-            self.now, _, _, call = heappop(due)
-            call()
+        while True:
+            if due and due[0][0] < self._foreseen_s:
+                self.now, _, _, call = heappop(due)
+                call()
+            elif self._foreseen_s < math.inf:  # at one moment before all else
+                self.now, self._foreseen_s = self._foreseen_s, math.inf
+                self._foreseen()
+            else:
+                return
+
+
+def _nothing() -> None:
+    """Until something is foreseen."""

@@ -21,12 +21,12 @@ _NONE = -1
 class _Flow:
     """What runs on a lane: what is left of it, and how fast it goes since when."""
 
-    __slots__ = ("at", "end_s", "ends", "left_s", "since_s", "speed")
+    __slots__ = ("at", "end_s", "ends", "lane", "left_s", "since_s", "speed")
 
     ends: simpy.Event
 
-    def __init__(self) -> None:
-        self.at = _NONE
+    def __init__(self, lane: int) -> None:
+        self.lane, self.at = lane, _NONE
         self.left_s = 0.0  # at `since_s`, in seconds at full speed
         self.since_s = 0.0
         self.speed = 0.0
@@ -49,9 +49,9 @@ class _Flows:
         self._lane_of = lane_of
         # A lane runs one task at a time, so its place tells which; _NONE where it runs none.
         n_lanes = max(lane_of, default=-1) + 1
-        self._flows = [_Flow() for _ in range(n_lanes)]
+        self._flows = [_Flow(lane) for lane in range(n_lanes)]
         self._running = [_NONE] * n_lanes
-        self._speeds: dict[tuple[int, ...], list[float]] = {}
+        self._speeds: dict[tuple[int, ...], list[tuple[_Flow, float]]] = {}
         # Kinds that draw alike go at the same speeds, however long they take.
         self._draw_of: list[int] = [_NONE] * len(costs)
         self._draws: dict[tuple[tuple[tuple[str, float], ...], ...], int] = {}
@@ -75,16 +75,15 @@ class _Flows:
         if speeds is None:
             speeds = self._speeds[draws] = self._share(draws)
         following, last = math.inf, []
-        for flow, speed in zip(self._flows, speeds, strict=True):
-            if not speed:
-                continue
+        for flow, speed in speeds:
             if speed != flow.speed:  # a task never slowed ends at start + seconds exactly
                 left_s = flow.left_s - flow.speed * (now - flow.since_s)
                 flow.left_s, flow.since_s, flow.speed = max(0.0, left_s), now, speed
                 flow.end_s = now + flow.left_s / speed
-            if flow.end_s < following:
-                following, last = flow.end_s, [flow]
-            elif flow.end_s == following:
+            end_s = flow.end_s
+            if end_s < following:
+                following, last = end_s, [flow]
+            elif end_s == following:
                 last.append(flow)
         return following, last
 
@@ -94,17 +93,14 @@ class _Flows:
         draw = tuple(self._cost.loads(cost).items()), tuple(cost.keeps.items())
         return self._draws.setdefault(draw, len(self._draws))
 
-    def _share(self, draws: Sequence[int]) -> list[float]:
-        """The speed of what runs on each lane, 0 where nothing does."""
+    def _share(self, draws: Sequence[int]) -> list[tuple[_Flow, float]]:
+        """Of each lane that runs something its flow, and the speed at which that goes."""
         known = list(self._draws)
-        loads, keeps = [], []
-        for draw in draws:
-            if draw != _NONE:
-                load, kept = known[draw]
-                loads.append(dict(load))
-                keeps.append(dict(kept))
-        speeds = iter(speeds_of(loads, self._cost, keeps))
-        return [0.0 if draw == _NONE else next(speeds) for draw in draws]
+        running = [i for i, draw in enumerate(draws) if draw != _NONE]
+        loads = [dict(known[draws[i]][0]) for i in running]
+        keeps = [dict(known[draws[i]][1]) for i in running]
+        speeds = speeds_of(loads, self._cost, keeps)
+        return [(self._flows[i], x) for i, x in zip(running, speeds, strict=True) if x]
 
 
 class Fluid(_Flows):
@@ -148,7 +144,7 @@ class Fluid(_Flows):
             return
         self._now = following
         for flow in last:
-            self._running[self._flows.index(flow)] = _NONE
+            self._running[flow.lane] = _NONE
             ends = flow.ends
             ends._ok, ends._value = True, following  # as a Timeout does
             self._env.schedule(ends, delay=following - now)
@@ -173,7 +169,7 @@ class InterruptibleFluid(_Flows):
     def __init__(self, clock: Clock, ended: Callable[[list[int]], None], *of: Any) -> None:
         super().__init__(*of)
         self._clock, self._ended = clock, ended
-        self._following = math.nan  # the end that the clock knows of
+        self._last: list[_Flow] = []  # whose end is next
         self._unsettled = self._asked = False
 
     def begin(self, at: int) -> None:
@@ -185,7 +181,7 @@ class InterruptibleFluid(_Flows):
         """Set speeds, now or when nothing else is left to happen at this moment."""
         if not self._unsettled or self._asked:
             return
-        if self._clock.following <= self._clock.now:
+        if self._clock.more_now:
             self._asked = True
             self._clock.at(self._clock.now, self._settle, LAST)
         else:
@@ -193,20 +189,11 @@ class InterruptibleFluid(_Flows):
 
     def _settle(self) -> None:
         self._unsettled = self._asked = False
-        following = self._set_speeds(self._clock.now)[0]
-        if following < math.inf and following != self._following:
-            self._following = following
-            self._clock.at(following, self._end)
+        following, self._last = self._set_speeds(self._clock.now)
+        self._clock.foresee(following, self._end)
 
     def _end(self) -> None:
-        now = self._clock.now
-        if now != self._following:
-            return  # speeds have changed since
-        self._following = math.nan
-        through, running = [], self._running
-        for lane, flow in enumerate(self._flows):
-            if flow.end_s <= now and running[lane] != _NONE:
-                running[lane] = _NONE
-                through.append(flow.at)
+        for flow in self._last:
+            self._running[flow.lane] = _NONE
         self._unsettled = True
-        self._ended(through)
+        self._ended([flow.at for flow in self._last])

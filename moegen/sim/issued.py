@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from moegen.graph.latencies import Latencies
 from moegen.graph.structure import Structure
@@ -92,6 +93,7 @@ class IssuedRun:
         self._ended = bytearray(total)
         self._awaited: dict[int, list[_Lane]] = {}  # lanes that wait for a task
         self._ready: list[_Lane] = []  # lanes to be looked at, at this moment
+        self._later: dict[float, list[_Lane]] = {}  # lanes that begin a task at a later one
         self._lanes = [
             _Lane(lane, queue, latencies)
             for lane, queue in zip(g.lanes, g.structure.lanes, strict=True)
@@ -102,13 +104,15 @@ class IssuedRun:
                 by_position[position] = lane
         self._lane_of = by_position
         self._streamed = rules(g).streamed
-        self._fluid, self._settle = None, _nothing
+        self._shared = sharing is not None
+        self._work: Callable[[int], None] = _nothing  # begin a task's work
+        self._settle: Callable[[], None] = _nothing
         if sharing is not None:
             lane_of = g.structure.lane_of * (total // self._n)
-            self._fluid = InterruptibleFluid(
+            fluid = InterruptibleFluid(
                 self._clock, self._through, sharing, costs, kinds, seconds, lane_of
             )
-            self._settle = self._fluid.settle
+            self._work, self._settle = fluid.begin, fluid.settle
         self._issue_s = [costs[k].issue_s for k in kinds]
         self._thread = Issuing(
             self._clock,
@@ -153,7 +157,7 @@ class IssuedRun:
 
     def _go(self, lane: _Lane) -> None:
         """Begin the lane's next tasks, as far as they can be."""
-        clock, ended, begun = self._clock, self._ended, self._thread.begun
+        now, ended, begun = self._clock.now, self._ended, self._thread.begun
         structure = self._structure
         while lane.at < self._total:
             at, base = lane.at, lane.base
@@ -165,44 +169,74 @@ class IssuedRun:
                 if not ended[base + other]:
                     self._awaited.setdefault(base + other, []).append(lane)
                     return
-            from_s = clock.now
+            from_s = now
             if lane.late_s and waits:
                 from_s = max(self.end_s[base + other] for other in waits) + lane.late_s
             elif lane.begins_s and self._issue_s[at] > 0:
                 from_s = self._thread.begun_s[at] + lane.begins_s
             if lane.between_s and self._seconds[at] > 0:
-                from_s = max(from_s, self._before_s(at, base, lane) + lane.between_s)
-            if from_s > clock.now:
-                clock.at(from_s, lambda: self._again(lane))
-                return
-            self.start_s[at] = clock.now
-            if self._seconds[at] > 0:
-                if self._fluid is not None:
-                    launched_s = self.launched_s(at)
-                    if lane.launched_last and launched_s > clock.now:
-                        clock.at(launched_s, lambda: self._launched(lane))
-                    else:
-                        self._fluid.begin(at)
-                else:
-                    clock.at(clock.now + self._seconds[at], lambda: self._through([lane.at]))
-                return
-            if not self._worked(lane):
+                # Nothing has ended later than now.
+                before_s = now if lane.free_s == now else self._before_s(at, base, lane)
+                if from_s < before_s + lane.between_s:
+                    from_s = before_s + lane.between_s
+            if not self._begin(lane, from_s if from_s > now else now):
                 return
 
     def _before_s(self, at: int, base: int, lane: _Lane) -> float:
         """When the last ended of what a task's stream waits for, the lane's task before it too."""
-        others = (base + other for other in self._streamed[at - base])
-        ends_s = (self.end_s[other] for other in others if other >= 0)
-        return max(lane.free_s, max(ends_s, default=lane.free_s))
+        before_s = lane.free_s
+        for other in self._streamed[at - base]:
+            if base + other >= 0:
+                before_s = max(before_s, self.end_s[base + other])
+        return before_s
 
-    def _launched(self, lane: _Lane) -> None:
-        assert self._fluid is not None
-        self._fluid.begin(lane.at)
+    def _begin(self, lane: _Lane, from_s: float) -> bool:
+        """Begin the lane's task, now or later; whether it has ended already.
+
+        All that it waits for has ended and the thread has come to it, so nothing moves that
+        moment any more.
+        """
+        clock, at = self._clock, lane.at
+        if self._seconds[at] > 0:
+            if not self._shared:
+                self.start_s[at] = from_s
+                ends_s = max(from_s + self._seconds[at], self._thread.done_s[at])
+                clock.at(ends_s, partial(self._late, lane))
+                return False
+            if lane.launched_last and (launched_s := self.launched_s(at)) > from_s:
+                self.start_s[at] = from_s
+                clock.at(launched_s, partial(self._launched, lane))
+                return False
+        if from_s == clock.now:
+            return self._begin_now(lane)
+        # Lanes that wait for the same often begin together: one call for all of them.
+        lanes = self._later.get(from_s)
+        if lanes is None:
+            self._later[from_s] = [lane]
+            clock.at(from_s, self._together)
+        else:
+            lanes.append(lane)
+        return False
+
+    def _begin_now(self, lane: _Lane) -> bool:
+        """The lane's task begins now; whether it has ended already."""
+        at = lane.at
+        self.start_s[at] = self._clock.now
+        if self._seconds[at] > 0:
+            self._work(at)
+            return False
+        return self._worked(lane)
+
+    def _together(self) -> None:
+        """Begin the tasks that were to begin at this moment."""
+        for lane in self._later.pop(self._clock.now):
+            if self._begin_now(lane):
+                self._go(lane)
+        self._drain()
         self._settle()
 
-    def _again(self, lane: _Lane) -> None:
-        self._go(lane)
-        self._drain()
+    def _launched(self, lane: _Lane) -> None:
+        self._work(lane.at)
         self._settle()
 
     def _through(self, tasks: Sequence[int]) -> None:
@@ -216,29 +250,31 @@ class IssuedRun:
 
     def _worked(self, lane: _Lane) -> bool:
         """The lane's task has done its work; it ends now, unless the thread is not through."""
+        at, held_s = lane.at, self._thread.done_s[lane.at]
         # Durations that were measured have in them how late an end was.
-        at = lane.at
-        held_s = self._thread.done_s[at] if self._fluid is None else self.held_s(at)
+        if self._shared and self._issue_s[at] > 0:
+            held_s += lane.ends_s
         if held_s > self._clock.now:
-            self._clock.at(held_s, lambda: self._late(lane))
+            self._clock.at(held_s, partial(self._late, lane))
             return False
         self._end(lane)
         return True
 
     def _late(self, lane: _Lane) -> None:
         self._end(lane)
-        self._again(lane)
+        self._go(lane)
+        self._drain()
+        self._settle()
 
     def _end(self, lane: _Lane) -> None:
-        at = lane.at
-        self.end_s[at] = self._clock.now
+        at, now = lane.at, self._clock.now
+        self.end_s[at] = lane.free_s = now
         self._ended[at] = 1
-        lane.free_s = self._clock.now
         lane.advance(self._n)
         if at in self._awaited:
             self._ready += self._awaited.pop(at)
         self._thread.ended(at)
 
 
-def _nothing() -> None:
-    """Where nobody disturbs anybody there is nothing to settle."""
+def _nothing(*_: int) -> None:
+    """Where nobody disturbs anybody there is nothing to settle, and no speed of a task's work."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import gzip
 import io
+import itertools
 import json
 import lzma
+import math
 import sys
 import zipfile
 import zlib
@@ -35,6 +37,41 @@ REMADE = "curves were made anew"
 WARM_UP, LEAST = 1, 4
 _DIGITS = 7
 Data = dict[str, Any]
+# What a file of results must have: of keys what each holds, of a list what each of its items does.
+_NUMBER = (int, float)
+_RUN = {"name": str, "timeline": str}
+_RAW = {"points": [_RUN], "failed": [{"model": str, "point": str}]}
+_SHAPES: dict[str, Any] = {
+    "measured.json": _RAW
+    | {
+        "points": [
+            _RUN
+            | {"model": str, "layers": int, "phase": str, "strategy": dict, "lengths": list}
+            | {"run": int, "period_s": _NUMBER, "step_end_s": [_NUMBER]}
+        ]
+    },
+    "predicted.json": {
+        "points": [
+            {"model": str, "name": str, "phase": str, "strategy": dict, "lengths": list}
+            | {"runs_s": [_NUMBER], "parts": dict, "ops": dict, "tokens": _NUMBER}
+            | dict.fromkeys(("predicted_s", "measured_s", "error", "spread"), _NUMBER)
+            | dict.fromkeys(("all_runs_s", "all_runs_error"), _NUMBER)
+            | dict.fromkeys(("measured_period_s", "period_error_s"), _NUMBER)
+        ],
+        "curve": list,
+    },
+    "slopes.json": {
+        "model": str,
+        "layers": int,
+        "situations": [
+            {"name": str, "kept": bool, "context": int, "share": _NUMBER, "steps": int}
+            | {"rounds": int, "strategy": dict}
+            | {"slopes": [{"op": str, "lane": str, "tasks": int, "binds": bool}]}
+        ],
+    },
+    "profile_notes.json": {"seconds": _NUMBER, "notes": [str]},
+    "others.json": {"measurements": [dict]},
+}
 
 
 def keep(raw: Path, folder: Path = RESULTS) -> None:
@@ -51,9 +88,11 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
         damaged, or it has too few steps. What was kept before stays then.
     """
     again = f"run measure.py {raw} again"
-    measured = _read_measured(raw, again)
+    measured = _read(raw / "measured.json", again, _RAW)
     if measured is None:
         raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
+    if folder.exists() and not folder.is_dir():
+        raise mg.InvalidInput(f"{folder} is a file, and results go to a folder: name another")
     packed = io.BytesIO()  # whole, before what is there is written over
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
         for p in measured["points"]:
@@ -96,7 +135,15 @@ class Kept:
 
     def __init__(self, folder: Path = RESULTS) -> None:
         self.folder = folder
-        self.measured: Data = _read_measured(folder, self._again) or {"points": [], "failed": []}
+        empty: Data = {"points": [], "failed": []}
+        self.measured: Data = _read(folder / "measured.json", self._again) or empty
+        for run in self.measured["points"]:
+            if len(run["step_end_s"]) < LEAST - WARM_UP or not _rises(run["step_end_s"]):
+                raise mg.InvalidInput(
+                    f"{folder / 'measured.json'} is damaged: steps of {run['name']} end at "
+                    f"{run['step_end_s']}, and there must be {LEAST - WARM_UP}, each after the one "
+                    f"before: {self._again}"
+                )
 
     @property
     def _again(self) -> str:
@@ -249,27 +296,56 @@ def _measured_timeline(path: Path, remedy: str) -> mg.Timeline:
         raise mg.InvalidInput(f"{path} cannot be read: {_reason(e)}: {remedy}") from e
 
 
-def _read(path: Path, remedy: str) -> Any:
-    """A JSON file of results; None where there is none."""
+def _read(path: Path, remedy: str, shape: Any = None) -> Any:
+    """A JSON file of results, of the shape that its name says unless another is given; None where
+    there is none.
+
+    Raises
+    ------
+    InvalidInput
+        If it cannot be read, has a number that is none, or lacks something.
+    """
     if not path.exists():
         return None
     try:
         data = read_json(path, "the results")
     except mg.InvalidInput as e:
         raise mg.InvalidInput(f"{e}: {remedy}") from e
-    if not isinstance(data, dict):
-        raise mg.InvalidInput(f"{path} is damaged: it must hold keys and values: {remedy}")
+    if lacks := _lacks(data, _SHAPES[path.name] if shape is None else shape, ""):
+        raise mg.InvalidInput(f"{path} is damaged: {lacks}: {remedy}")
     return data
 
 
-def _read_measured(folder: Path, remedy: str) -> Data | None:
-    data = _read(folder / "measured.json", remedy)
-    for key in ("points", "failed"):
-        if data is not None and not isinstance(data.get(key), list):
-            raise mg.InvalidInput(
-                f"{folder / 'measured.json'} is damaged: it has no list {key}: {remedy}"
-            )
-    return data
+def _lacks(data: Any, shape: Any, where: str) -> str:
+    """What is wrong with some data, in words; empty if it has what it must.
+
+    A shape is a type, several of them, the shapes of some keys, or a list with that of each item;
+    of the rest numbers must be finite.
+    """
+    if shape is not None:
+        kinds = shape if isinstance(shape, tuple) else (shape,)
+        kinds = tuple(k if isinstance(k, type) else type(k) for k in kinds)
+        # Of booleans Python makes numbers.
+        if not isinstance(data, kinds) or (isinstance(data, bool) and bool not in kinds):
+            names = " or ".join(k.__name__ for k in kinds)
+            return f"{where or 'all of it'} must be {names}, and is {type(data).__name__}"
+    if isinstance(data, dict):
+        of = shape if isinstance(shape, dict) else {}
+        if missing := [key for key in of if key not in data]:
+            return f"{where or 'it'} has no {missing[0]}"
+        parts = [(f"{where}.{key}".lstrip("."), x, of.get(key)) for key, x in data.items()]
+    elif isinstance(data, list):
+        each = shape[0] if isinstance(shape, list) else None
+        parts = [(f"{where}[{i}]", x, each) for i, x in enumerate(data)]
+    elif isinstance(data, float) and not math.isfinite(data):
+        return f"{where} is {data}, and must be a finite number"
+    else:
+        return ""
+    return next(filter(None, (_lacks(x, of, at) for at, x, of in parts)), "")
+
+
+def _rises(values: list[float]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(values))
 
 
 def _write_lines(path: Path, data: Data) -> None:
@@ -284,6 +360,13 @@ def _write_lines(path: Path, data: Data) -> None:
     write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", "the results")
 
 
+def of_this_script(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that a script adds its arguments to, if it has any; its help is its docstring."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def leaving(main: Callable[[], object]) -> None:
     """Run a script's ``main``; what it refuses is a line on stderr and an exit code."""
     try:
@@ -294,9 +377,7 @@ def leaving(main: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = of_this_script(__doc__)
     p.add_argument("out", type=Path)
     p.add_argument("results", type=Path, nargs="?", default=RESULTS)
     args = p.parse_args()

@@ -1,6 +1,6 @@
 """Profile this machine, then run points that the profile knows nothing of.
 
-    python benchmarks/h200/prediction/measure.py OUT --budget-s 540 [--seed 1] [--zip OUT.zip]
+    python benchmarks/h200/prediction/measure.py OUT [--budget-s 640] [--seed 1] [--zip OUT.zip]
 
 Writes OUT/profile.json, OUT/measured.json, OUT/slopes.json and one timeline a point and run. Every
 point of a model runs twice, those of the curve over omega thrice, all of them once before any runs
@@ -44,10 +44,11 @@ _CLOSE, _MORE = ("omega-", "planned"), 1
 HANGS_S = 60.0
 # With less time left no stage is begun.
 _LEAST_S = 20.0
+_DAY_S = 86400.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
+    args = _checked(_parser(), argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.stage is not None:
         {"profile": profile, "points": points, "slopes": slopes}[args.stage](args)
@@ -77,21 +78,36 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("out", type=Path)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    p.add_argument("--models", nargs="+", default=list(MODELS))
+    p.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--runs", type=int, default=2, help="of a point; one more on the curve")
     p.add_argument("--gpu-memory", type=parse_bytes, default=40 * GIB)
     p.add_argument("--host-memory", type=parse_bytes)
-    p.add_argument("--budget-s", type=float, default=560, help="for everything")
+    p.add_argument("--budget-s", type=float, default=640, help="for everything")
     p.add_argument("--profile-s", type=float, default=170, help="kernels compiled, too")
     p.add_argument("--profile-budget-s", type=float, default=BUDGET_S, help="of moegen profile")
     p.add_argument("--points-s", type=float, default=230, help="for a model's points")
-    p.add_argument("--slopes-s", type=float, default=120)
+    p.add_argument("--slopes-s", type=float, default=200, help="for delays")
     p.add_argument("--zip", type=Path, help="keep one archive of everything so far")
     p.add_argument("--stage", choices=("profile", "points", "slopes"), help="this one alone")
     p.add_argument("--model", help="of the stage")
-    p.add_argument("--deadline", type=float, default=1e18, help="of the stage, by the clock")
+    p.add_argument("--deadline", type=float, help="of the stage, by the clock; a day from now on")
     return p
+
+
+def _checked(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, refused before anything is measured."""
+    args = p.parse_args(argv)
+    if args.out.exists() and not args.out.is_dir():
+        p.error(f"{args.out} is a file, and what is measured goes to a folder: name another")
+    for name in (*args.models, args.model):
+        if name is not None and name not in MODELS:
+            p.error(f"{name!r} is none of the models that there are points of: {', '.join(MODELS)}")
+    if args.stage in ("points", "slopes") and args.model is None:
+        p.error(f"--stage {args.stage} is of one model: name it with --model")
+    if args.deadline is None:
+        args.deadline = time.time() + _DAY_S
+    return args
 
 
 def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> bool:
@@ -103,7 +119,7 @@ def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> 
         Whether it came to its end.
     """
     deadline = time.time() + seconds
-    command = [sys.executable, __file__, str(args.out), "--stage", stage]
+    command = [sys.executable, __file__, str(args.out), "--stage", stage, "--models", *args.models]
     for flag in ("device", "seed", "runs", "gpu_memory", "profile_budget_s"):
         command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     if args.host_memory is not None:
@@ -141,7 +157,7 @@ def _stage(args: argparse.Namespace, stage: str, model: str, seconds: float) -> 
 def profile(args: argparse.Namespace) -> None:
     """The calibration: nothing else is ever fitted."""
     faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
-    models = [spec_of(name) for name in MODELS]
+    models = [spec_of(name) for name in args.models]
     notes: list[str] = []
     began = time.perf_counter()
     cpu_decode(usual_threads(torch.device(args.device)))  # compiles its kernel, once on a machine

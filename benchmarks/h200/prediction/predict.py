@@ -13,13 +13,12 @@ others say how far runs are apart.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kept import RESULTS, Data, Kept, leaving
+from kept import RESULTS, Data, Kept, leaving, of_this_script
 
 import moegen as mg
 from moegen.sim.uncertainty import LEVEL, SAMPLES
@@ -28,8 +27,9 @@ CURVE = "omega-"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    kept = Kept(Path(argv[0]) if argv else RESULTS)
+    p = of_this_script(__doc__)
+    p.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    kept = Kept(p.parse_args(argv).results)
     kept.write(predict(kept, say=print))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kept import leaving
+from kept import leaving, of_this_script
 
 from moegen.graph.hardware import HardwareSpec
 from moegen.graph.hardware_parts import part
@@ -58,11 +58,12 @@ def shipped(measured: ProfileTable) -> ProfileTable:
     return replace(
         measured,
         machine=replace(machine, **values, source=known),
-        peaks=measured.peaks | {"gpu_bytes_per_s": memory},
+        peaks=dict(measured.peaks) | {"gpu_bytes_per_s": memory},
     )
 
 
 def main() -> None:
+    of_this_script(__doc__).parse_args()
     shipped(ProfileTable.load(RESULT)).save(SHIPPED)
 
 

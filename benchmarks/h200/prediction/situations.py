@@ -2,8 +2,9 @@
 
 Two layers, so that one waits for the other, and few enough that a step is short. Delays are far
 longer than steps differ from each other on a machine that others use too. Where steps are short,
-stretches are long enough that single steps which others disturb do not show, and there are four
-rounds of them, for the issuing thread's tempo drifts by half within a minute.
+stretches are long enough that single steps which others disturb do not show. There are four rounds
+of them: the issuing thread's tempo drifts by half within a minute, and where nothing is predicted
+to show, two left an error of a twentieth.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ SITUATIONS = (
         kept=False,
         share=0.25,
         steps=5,
-        rounds=2,
+        rounds=4,
         ops=_COPIED,
     ),
 )

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import design
 import measure
-from kept import Kept, keep
+from kept import Kept, keep, leaving, of_this_script
 from made_up import MADE_UP
 from predict import predict
 from situations import Situation
@@ -49,7 +49,8 @@ def stand_in(raw: Path, folder: Path) -> None:
     for stage, model in stages:
         until = ["--deadline", str(time.time() + 300)]
         of = ["--model", model] if model else []
-        measure.main([str(raw), *BUDGETS.split(), "--stage", stage, *of, *until])
+        named = ["--models", *MODELS]
+        measure.main([str(raw), *BUDGETS.split(), *named, "--stage", stage, *of, *until])
         faulthandler.cancel_dump_traceback_later()
         if stage == "profile":  # A point that hung before is not begun again.
             failed = [{"model": "tiny", "point": "decode-1-0"}]
@@ -60,5 +61,13 @@ def stand_in(raw: Path, folder: Path) -> None:
     kept.write(predict(kept))
 
 
+def main() -> None:
+    p = of_this_script(__doc__)
+    p.add_argument("raw", type=Path)
+    p.add_argument("results", type=Path)
+    args = p.parse_args()
+    stand_in(args.raw, args.results)
+
+
 if __name__ == "__main__":
-    stand_in(Path(sys.argv[1]), Path(sys.argv[2]))
+    leaving(main)

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import judge
 import numpy as np
 from judge import Data, Errors
-from kept import HERE, RESULTS, Kept, leaving
+from kept import HERE, RESULTS, Kept, leaving, of_this_script
 from markdown_pieces import ms, pct, signed, table, where
 from shown import noted, summary, targets
 from shown_delays import delays
@@ -387,6 +387,7 @@ def _failed(failed: list[Data]) -> list[str]:
 
 
 def main() -> None:
+    of_this_script(__doc__).parse_args()
     write_text(REPORT, report(), "the report")
     if (kept := Kept()).predicted is not None and kept.predicted["points"]:
         print("README.md, Status:", *summary(kept))
