@@ -289,7 +289,12 @@ def test_an_interrupt_says_that_nothing_changed(tmp_path, capsys, monkeypatch, s
 
     monkeypatch.setattr(show, "make_checkpoint", interrupted)
     folder = tmp_path / "shown"
-    _, err = _demo(capsys, "--folder", folder, code=code)
+    # Where the tests run in the background of a shell they were begun without one.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _, err = _demo(capsys, "--folder", folder, code=code)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert f"stopped. {folder} is as it was before." in err
     assert list(tmp_path.iterdir()) == []
 
