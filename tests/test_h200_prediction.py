@@ -3,9 +3,13 @@
 The whole way to it is gone on CPU lanes with tiny models, by the scripts that run on the GPU.
 """
 
+# The scripts are found once their folder is in the path.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import math
 import os
@@ -25,7 +29,7 @@ from moegen.graph.company import Company
 from moegen.graph.curve import Curve
 from moegen.graph.hardware import field_names
 from moegen.graph.latencies import Latencies
-from moegen.graph.profile_table import ProfileTable
+from moegen.graph.profile_table import CATALOGUE, ProfileTable
 
 matplotlib.use("agg")
 
@@ -312,17 +316,29 @@ def with_(value, *path):
         ("measured.json", with_([1.0, 1.0, 1.0, 1.0], "points", 0, "step_end_s"), "each after the"),
         ("measured.json", with_([1.0], "points", 0, "step_end_s"), "there must be 3, each after"),
         ("measured.json", with_(True, "points", 0, "run"), r"points\[0\].run must be int, and is"),
+        ("measured.json", with_([], "points", 0, "lengths"), r"points\[0\].lengths is empty"),
+        ("measured.json", with_([9], "points", 0, "lengths", 0), r"lengths\[0\] must have 2 items"),
+        ("measured.json", without("machine", "gpu"), "machine has no gpu"),
         ("predicted.json", without("points"), "it has no points"),
         ("predicted.json", without("curve"), "it has no curve"),
         ("predicted.json", without("points", 2, "error"), r"points\[2\] has no error"),
+        ("predicted.json", with_(0, "points", 2, "measured_s"), r"measured_s is 0, and must be ab"),
+        ("predicted.json", without("points", 2, "strategy", "b_a"), r"\[2\].strategy has no b_a"),
+        ("predicted.json", without("points", 2, "parts", PARTS[0]), r"parts has no task cost"),
+        ("predicted.json", without("points", 2, "ops", "expert", "lane"), "ops.expert has no lane"),
+        ("predicted.json", with_(0, "points", 2, "ops", "expert", "tasks"), "must be above 0"),
+        ("predicted.json", without("curve", 4, "low"), r"curve\[4\] has no low"),
         ("predicted.json", with_(math.nan, "points", 2, "error"), r"\[2\].error is nan, and must"),
         ("predicted.json", with_(float("inf"), "curve", 1, "low"), r"curve\[1\].low is inf"),
         ("slopes.json", without("situations"), "it has no situations"),
         ("slopes.json", without("situations", 1, "slopes"), r"situations\[1\] has no slopes"),
+        ("slopes.json", without("situations", 1, "slopes", 2, "se"), r"slopes\[2\] has no se"),
         ("profile_notes.json", without("notes"), "it has no notes"),
         ("profile_notes.json", without("seconds"), "it has no seconds"),
         ("profile_notes.json", with_([7], "notes"), r"notes\[0\] must be str, and is int"),
+        ("profile_notes.json", with_({}, "as_measured"), "as_measured has no step_median"),
         ("others.json", with_("none", "measurements"), "measurements must be list, and is str"),
+        ("others.json", without("measurements", 1, "why"), r"measurements\[1\] has no why"),
     ],
 )
 def test_results_that_lack_something_are_named(scripts, tmp_path, name, change, says):
@@ -335,11 +351,59 @@ def test_results_that_lack_something_are_named(scripts, tmp_path, name, change, 
         scripts.report.report(folder)
 
 
+def test_results_may_lack_what_is_not_always_known(scripts, tmp_path):
+    """How far runs are apart of a point that ran once, and an error where 0 was predicted."""
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    measured, predicted, slopes, notes = (
+        json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in ("measured.json", "predicted.json", "slopes.json", "profile_notes.json")
+    )
+    once = predicted["points"][0]
+    key = once["model"], once["name"]
+    runs = [p for p in measured["points"] if (p["model"], p["name"]) == key]
+    measured["points"] = [p for p in measured["points"] if p not in runs[1:]]
+    del measured["machine"]
+    once |= {"spread": None, "runs_s": once["runs_s"][:1]}
+    once["ops"] = {op: of | {"spread": None} for op, of in once["ops"].items()}
+    slopes["situations"][0]["slopes"][0]["error"] = None
+    for key in ("as_measured", "compiled_s"):
+        notes.pop(key, None)
+    for name, data in (
+        ("measured", measured), ("predicted", predicted), ("slopes", slopes),
+        ("profile_notes", notes),
+    ):  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(data), encoding="utf-8")
+    (folder / "others.json").unlink()
+    text = scripts.report.report(folder)
+    assert text.count("| one run |") == 1 and "of compiling" not in text
+
+
+def test_a_kept_timeline_that_lacks_something_is_named(scripts, tmp_path):
+    """Of the runs that are not the quickest, too."""
+    import zipfile
+
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    kept = scripts.kept.Kept(folder)
+    runs = next(kept.points())
+    slow = max(runs, key=lambda run: scripts.predict.step_s(run["step_end_s"]))
+    data = {run["timeline"]: kept.data(run) for run in runs}
+    del data[slow["timeline"]]["start_s"]
+    with zipfile.ZipFile(folder / "timelines.zip", "w") as z:
+        for name, of in data.items():
+            z.writestr(name, json.dumps(of))
+    said = rf"timelines.zip, {slow['timeline']}: the timeline is damaged: .*start_s.*: run measure"
+    with pytest.raises(mg.InvalidInput, match=said):
+        scripts.predict.point(kept, runs)
+
+
 def test_a_file_where_a_folder_should_be_is_named(scripts, tmp_path):
     raw, _, _ = half_measured(scripts, tmp_path)
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(mg.InvalidInput, match="file is a file, and results go to a folder"):
-        scripts.kept.keep(raw, tmp_path / "file")
+    for folder in (tmp_path / "file", tmp_path / "file" / "under"):
+        with pytest.raises(mg.InvalidInput, match="file is a file, and results go to a folder"):
+            scripts.kept.keep(raw, folder)
     assert (tmp_path / "file").read_text() == "mine"
     (raw / "measured.json").write_text(json.dumps({"points": [{"name": "n"}], "failed": []}))
     with pytest.raises(mg.InvalidInput, match=r"points\[0\] has no timeline: run measure.py"):
@@ -347,16 +411,22 @@ def test_a_file_where_a_folder_should_be_is_named(scripts, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ship", "write_report", "predict", "kept", "stand_in", "measure"])
-def test_asked_for_help_a_script_does_nothing_else(name):
+def test_asked_for_help_a_script_does_nothing_else(name, tmp_path):
     pytest.importorskip("torch")
-    script = FOLDER / f"{name}.py"
-    files = [FOLDER / "REPORT.md", *(FOLDER / "results").iterdir()]
-    before = [path.stat().st_mtime_ns for path in files]
-    done = subprocess.run(
-        [sys.executable, script, "--help"], capture_output=True, text=True, check=False
-    )
+    # A copy: it writes beside itself. What it ships is checked where it is.
+    folder = tmp_path / "h200"
+    shutil.copytree(FOLDER.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    files = [*folder.rglob("*.*"), CATALOGUE / "h200.json"]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[2]), *sys.path]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, folder / "prediction" / f"{name}.py", "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}.py")
-    assert [path.stat().st_mtime_ns for path in files] == before
+    files = [*folder.rglob("*.*"), CATALOGUE / "h200.json"]
+    assert {path: path.stat().st_mtime_ns for path in files} == before
 
 
 @pytest.mark.cpu
@@ -366,6 +436,10 @@ def test_asked_for_help_a_script_does_nothing_else(name):
         (["--models", "nosuch"], "'nosuch' is none of the models .*: mixtral-8x7b, deepseek-v2"),
         (["--stage", "points"], "--stage points is of one model: name it with --model"),
         (["--stage", "slopes", "--model", "x"], "'x' is none of the models"),
+        (["--runs", "0"], "--runs: '0' must be a whole number, 1 or more"),
+        (["--budget-s", "nan"], "--budget-s: 'nan' must be seconds, from 0 to a day"),
+        (["--profile-s", "1e18"], "--profile-s: '1e18' must be seconds"),
+        (["--zip", "nowhere/all.zip"], "--zip nowhere/all.zip: no file can be there"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(scripts, tmp_path, capsys, args, says):
@@ -375,18 +449,36 @@ def test_what_cannot_be_measured_is_refused_at_once(scripts, tmp_path, capsys, a
     with pytest.raises(SystemExit):
         measure.main([str(tmp_path / "out"), *args])
     assert re.search(says, capsys.readouterr().err) and not (tmp_path / "out").exists()
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(SystemExit):
-        measure.main([str(tmp_path / "file")])
-    assert "file is a file, and what is measured goes to a folder" in capsys.readouterr().err
 
 
 @pytest.mark.cpu
-def test_a_stage_by_itself_measures_what_is_named(scripts, tmp_path, monkeypatch):
-    """Without a deadline, which no clock of a process's reaches."""
+def test_a_measurement_is_refused_where_it_cannot_be_written_or_gone_on_with(scripts, tmp_path):
     pytest.importorskip("torch")
-    import faulthandler
+    import measure
+    import stand_in
 
+    file, out = tmp_path / "file", tmp_path / "out"
+    file.write_text("mine")
+    for path in (file, file / "under"):
+        with pytest.raises(mg.InvalidInput, match="file is a file, and what is measured goes to"):
+            measure.main([str(path)])
+    with pytest.raises(mg.InvalidInput, match="file is a file, and results go to a folder"):
+        stand_in.stand_in(out, file)
+    assert file.read_text() == "mine" and not out.exists()
+    for stage in ("points", "slopes"):
+        with pytest.raises(mg.InvalidInput, match="out has no profile.json: run --stage profile"):
+            measure.main([str(out), "--stage", stage, "--model", "mixtral-8x7b"])
+        faulthandler.cancel_dump_traceback_later()
+    (out / "measured.json").write_text('{"points": [{}], "failed": []}')
+    with pytest.raises(mg.InvalidInput, match=r"points\[0\] has no model: delete it, or measure"):
+        measure.main([str(out)])
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("until", [[], ["--deadline", "1e18"], ["--deadline", "nan"]], ids=str)
+def test_a_stage_by_itself_measures_what_is_named(scripts, tmp_path, monkeypatch, until):
+    """Without a deadline, or with one that no clock of a process's reaches."""
+    pytest.importorskip("torch")
     import measure
 
     named = []
@@ -398,7 +490,7 @@ def test_a_stage_by_itself_measures_what_is_named(scripts, tmp_path, monkeypatch
     monkeypatch.setattr(measure.mg, "profile", profile)
     monkeypatch.setattr(measure, "cpu_decode", lambda threads: None)
     try:
-        measure.main([str(tmp_path), "--stage", "profile", "--models", "deepseek-v2"])
+        measure.main([str(tmp_path), "--stage", "profile", "--models", "deepseek-v2", *until])
     finally:
         faulthandler.cancel_dump_traceback_later()
     assert named == ["deepseek-v2"]

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import moegen as mg
+from moegen.graph.layer import Phase
 
 # Of made-up KV and weights: what the machine can hold beside the layers.
 KV_BYTES, SLOT_BYTES = 24e9, 6e9
@@ -35,7 +36,7 @@ class Point:
     """
 
     name: str
-    phase: str
+    phase: Phase
     strategy: dict[str, Any]
     lengths: tuple[int, ...]
 

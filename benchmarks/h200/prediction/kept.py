@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import lzma
-import math
 import sys
 import zipfile
 import zlib
@@ -24,6 +23,8 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from shapes import RAW, SHAPES, lacks
 
 import moegen as mg
 from moegen.graph.files import read_json, write_bytes, write_text
@@ -37,41 +38,6 @@ REMADE = "curves were made anew"
 WARM_UP, LEAST = 1, 4
 _DIGITS = 7
 Data = dict[str, Any]
-# What a file of results must have: of keys what each holds, of a list what each of its items does.
-_NUMBER = (int, float)
-_RUN = {"name": str, "timeline": str}
-_RAW = {"points": [_RUN], "failed": [{"model": str, "point": str}]}
-_SHAPES: dict[str, Any] = {
-    "measured.json": _RAW
-    | {
-        "points": [
-            _RUN
-            | {"model": str, "layers": int, "phase": str, "strategy": dict, "lengths": list}
-            | {"run": int, "period_s": _NUMBER, "step_end_s": [_NUMBER]}
-        ]
-    },
-    "predicted.json": {
-        "points": [
-            {"model": str, "name": str, "phase": str, "strategy": dict, "lengths": list}
-            | {"runs_s": [_NUMBER], "parts": dict, "ops": dict, "tokens": _NUMBER}
-            | dict.fromkeys(("predicted_s", "measured_s", "error", "spread"), _NUMBER)
-            | dict.fromkeys(("all_runs_s", "all_runs_error"), _NUMBER)
-            | dict.fromkeys(("measured_period_s", "period_error_s"), _NUMBER)
-        ],
-        "curve": list,
-    },
-    "slopes.json": {
-        "model": str,
-        "layers": int,
-        "situations": [
-            {"name": str, "kept": bool, "context": int, "share": _NUMBER, "steps": int}
-            | {"rounds": int, "strategy": dict}
-            | {"slopes": [{"op": str, "lane": str, "tasks": int, "binds": bool}]}
-        ],
-    },
-    "profile_notes.json": {"seconds": _NUMBER, "notes": [str]},
-    "others.json": {"measurements": [dict]},
-}
 
 
 def keep(raw: Path, folder: Path = RESULTS) -> None:
@@ -84,15 +50,17 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
     Raises
     ------
     InvalidInput
-        If nothing was measured: there is no measured.json, a point's timeline is missing or
-        damaged, or it has too few steps. What was kept before stays then.
+        If nothing was measured: there is no measured.json, a file of it or a point's timeline is
+        missing or damaged, or it has too few steps; or ``folder`` is a file. What was kept before
+        stays then.
     """
     again = f"run measure.py {raw} again"
-    measured = _read(raw / "measured.json", again, _RAW)
+    measured = read(raw / "measured.json", again, RAW)
     if measured is None:
         raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
-    if folder.exists() and not folder.is_dir():
-        raise mg.InvalidInput(f"{folder} is a file, and results go to a folder: name another")
+    for name in ("profile_notes.json", "slopes.json"):
+        read(raw / name, again)
+    require_folder(folder, "results go")
     packed = io.BytesIO()  # whole, before what is there is written over
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
         for p in measured["points"]:
@@ -136,7 +104,7 @@ class Kept:
     def __init__(self, folder: Path = RESULTS) -> None:
         self.folder = folder
         empty: Data = {"points": [], "failed": []}
-        self.measured: Data = _read(folder / "measured.json", self._again) or empty
+        self.measured: Data = read(folder / "measured.json", self._again) or empty
         for run in self.measured["points"]:
             if len(run["step_end_s"]) < LEAST - WARM_UP or not _rises(run["step_end_s"]):
                 raise mg.InvalidInput(
@@ -151,21 +119,21 @@ class Kept:
 
     @cached_property
     def slopes(self) -> Data | None:
-        return _read(self.folder / "slopes.json", self._again)
+        return read(self.folder / "slopes.json", self._again)
 
     @cached_property
     def notes(self) -> Data | None:
-        return _read(self.folder / "profile_notes.json", self._again)
+        return read(self.folder / "profile_notes.json", self._again)
 
     @cached_property
     def others(self) -> Data | None:
         """``measurements`` whose raw data are not kept, for what they found, and what is to be said
         ``since`` of the one that is."""
-        return _read(self.folder / "others.json", "it is written by hand")
+        return read(self.folder / "others.json", "it is written by hand")
 
     @cached_property
     def predicted(self) -> Data | None:
-        return _read(self.folder / "predicted.json", f"run predict.py {self.folder}")
+        return read(self.folder / "predicted.json", f"run predict.py {self.folder}")
 
     @property
     def changed(self) -> bool:
@@ -249,8 +217,19 @@ class Kept:
             raise mg.InvalidInput(f"{path} cannot be read: {_reason(e)}: {self._again}") from e
 
     def timeline(self, run: Data) -> mg.Timeline:
-        """The timeline of a run."""
-        return mg.Timeline.from_dict(self.data(run))
+        """The timeline of a run.
+
+        Raises
+        ------
+        InvalidInput
+            As of :meth:`data`, or if it is no timeline.
+        """
+        data = self.data(run)
+        try:
+            return mg.Timeline.from_dict(data)
+        except mg.InvalidInput as e:
+            where = f"{self.folder / TIMELINES}, {run['timeline']}"
+            raise mg.InvalidInput(f"{where}: {e}: {self._again}") from e
 
     def write(self, predicted: Data) -> None:
         """Keep what follows from the results: ``predicted.json``."""
@@ -296,7 +275,7 @@ def _measured_timeline(path: Path, remedy: str) -> mg.Timeline:
         raise mg.InvalidInput(f"{path} cannot be read: {_reason(e)}: {remedy}") from e
 
 
-def _read(path: Path, remedy: str, shape: Any = None) -> Any:
+def read(path: Path, remedy: str, shape: Any = None) -> Any:
     """A JSON file of results, of the shape that its name says unless another is given; None where
     there is none.
 
@@ -311,37 +290,9 @@ def _read(path: Path, remedy: str, shape: Any = None) -> Any:
         data = read_json(path, "the results")
     except mg.InvalidInput as e:
         raise mg.InvalidInput(f"{e}: {remedy}") from e
-    if lacks := _lacks(data, _SHAPES[path.name] if shape is None else shape, ""):
-        raise mg.InvalidInput(f"{path} is damaged: {lacks}: {remedy}")
+    if wrong := lacks(data, SHAPES[path.name] if shape is None else shape):
+        raise mg.InvalidInput(f"{path} is damaged: {wrong}: {remedy}")
     return data
-
-
-def _lacks(data: Any, shape: Any, where: str) -> str:
-    """What is wrong with some data, in words; empty if it has what it must.
-
-    A shape is a type, several of them, the shapes of some keys, or a list with that of each item;
-    of the rest numbers must be finite.
-    """
-    if shape is not None:
-        kinds = shape if isinstance(shape, tuple) else (shape,)
-        kinds = tuple(k if isinstance(k, type) else type(k) for k in kinds)
-        # Of booleans Python makes numbers.
-        if not isinstance(data, kinds) or (isinstance(data, bool) and bool not in kinds):
-            names = " or ".join(k.__name__ for k in kinds)
-            return f"{where or 'all of it'} must be {names}, and is {type(data).__name__}"
-    if isinstance(data, dict):
-        of = shape if isinstance(shape, dict) else {}
-        if missing := [key for key in of if key not in data]:
-            return f"{where or 'it'} has no {missing[0]}"
-        parts = [(f"{where}.{key}".lstrip("."), x, of.get(key)) for key, x in data.items()]
-    elif isinstance(data, list):
-        each = shape[0] if isinstance(shape, list) else None
-        parts = [(f"{where}[{i}]", x, each) for i, x in enumerate(data)]
-    elif isinstance(data, float) and not math.isfinite(data):
-        return f"{where} is {data}, and must be a finite number"
-    else:
-        return ""
-    return next(filter(None, (_lacks(x, of, at) for at, x, of in parts)), "")
 
 
 def _rises(values: list[float]) -> bool:
@@ -358,6 +309,19 @@ def _write_lines(path: Path, data: Data) -> None:
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value)}")
     write_text(path, "{\n" + ",\n".join(parts) + "\n}\n", "the results")
+
+
+def require_folder(path: Path, what: str) -> None:
+    """Refuse a path that cannot be a folder; ``what`` goes there.
+
+    Raises
+    ------
+    InvalidInput
+        If it, or what it lies in, is a file.
+    """
+    there = next((p for p in (path, *path.parents) if p.exists()), path)
+    if there.exists() and not there.is_dir():
+        raise mg.InvalidInput(f"{there} is a file, and {what} to a folder: name another")
 
 
 def of_this_script(doc: str | None) -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ import argparse
 import faulthandler
 import gzip
 import json
+import math
 import subprocess
 import sys
 import time
@@ -27,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from design import Point, drawn, omega_curve
 from harness import machine, spec_of
+from kept import leaving, of_this_script, read, require_folder
 from situations import LAYERS, SITUATIONS
 
 import moegen as mg
 from moegen.exec.decode_attention import cpu_decode, usual_threads
 from moegen.exec.table import BUDGET_S
+from moegen.sim.measured import Measured
 from moegen.units import GIB, parse_bytes
 
 # Layers that are run, decode and prefill points, and rows at most, by model.
@@ -50,6 +53,7 @@ _DAY_S = 86400.0
 def main(argv: list[str] | None = None) -> None:
     args = _checked(_parser(), argv)
     args.out.mkdir(parents=True, exist_ok=True)
+    _measured(args)  # what is there is gone on with, and may be damaged
     if args.stage is not None:
         {"profile": profile, "points": points, "slopes": slopes}[args.stage](args)
         return
@@ -73,21 +77,19 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    p = of_this_script(__doc__)
     p.add_argument("out", type=Path)
     p.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     p.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--runs", type=int, default=2, help="of a point; one more on the curve")
+    p.add_argument("--runs", type=_count, default=2, help="of a point; one more on the curve")
     p.add_argument("--gpu-memory", type=parse_bytes, default=40 * GIB)
     p.add_argument("--host-memory", type=parse_bytes)
-    p.add_argument("--budget-s", type=float, default=640, help="for everything")
-    p.add_argument("--profile-s", type=float, default=170, help="kernels compiled, too")
-    p.add_argument("--profile-budget-s", type=float, default=BUDGET_S, help="of moegen profile")
-    p.add_argument("--points-s", type=float, default=230, help="for a model's points")
-    p.add_argument("--slopes-s", type=float, default=200, help="for delays")
+    p.add_argument("--budget-s", type=_seconds, default=640, help="for everything")
+    p.add_argument("--profile-s", type=_seconds, default=170, help="kernels compiled, too")
+    p.add_argument("--profile-budget-s", type=_seconds, default=BUDGET_S, help="of moegen profile")
+    p.add_argument("--points-s", type=_seconds, default=230, help="for a model's points")
+    p.add_argument("--slopes-s", type=_seconds, default=200, help="for delays")
     p.add_argument("--zip", type=Path, help="keep one archive of everything so far")
     p.add_argument("--stage", choices=("profile", "points", "slopes"), help="this one alone")
     p.add_argument("--model", help="of the stage")
@@ -95,18 +97,36 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= _DAY_S:  # with 0 a stage is left out
+        raise argparse.ArgumentTypeError(f"{text!r} must be seconds, from 0 to a day")
+    return seconds
+
+
 def _checked(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The arguments, refused before anything is measured."""
     args = p.parse_args(argv)
-    if args.out.exists() and not args.out.is_dir():
-        p.error(f"{args.out} is a file, and what is measured goes to a folder: name another")
+    require_folder(args.out, "what is measured goes")
+    if args.zip is not None and (args.zip.is_dir() or not args.zip.parent.is_dir()):
+        p.error(f"--zip {args.zip}: no file can be there: name one in a folder that there is")
     for name in (*args.models, args.model):
         if name is not None and name not in MODELS:
             p.error(f"{name!r} is none of the models that there are points of: {', '.join(MODELS)}")
     if args.stage in ("points", "slopes") and args.model is None:
         p.error(f"--stage {args.stage} is of one model: name it with --model")
-    if args.deadline is None:
-        args.deadline = time.time() + _DAY_S
+    # No clock of faulthandler's reaches much further.
+    latest = time.time() + _DAY_S
+    args.deadline = latest if args.deadline is None else min(latest, args.deadline)
     return args
 
 
@@ -231,8 +251,7 @@ def _run(args: argparse.Namespace, engine: mg.Engine, point: Point, run: int) ->
 
 def _planned(args: argparse.Namespace, model: mg.ModelSpec) -> Point:
     """What the planner takes for the rows of the omega curve, nothing staying on the GPU."""
-    path = args.out / "profile.json"
-    cost = mg.CostModel.from_profile(path, allow_mismatch=True)
+    cost = _profiled(args)
     hw = cost.hw.with_(gpu_memory_bytes=args.gpu_memory)
     work = mg.Workload.uniform(CURVE_ROWS, CURVE_CONTEXT - 128, 256)
     chosen = mg.plan(model, hw, work, cost, B=CURVE_ROWS, s_params=0).decode
@@ -243,7 +262,7 @@ def slopes(args: argparse.Namespace) -> None:
     """Delays injected class by class, and what the profile's simulator makes of them."""
     faulthandler.dump_traceback_later(max(30, args.deadline - time.time()), exit=True)
     model = spec_of(args.model).with_(n_layers=LAYERS)
-    cost = mg.CostModel.from_profile(args.out / "profile.json", allow_mismatch=True)
+    cost = _profiled(args)
     data: dict[str, Any] = {"model": args.model, "layers": LAYERS, "situations": []}
     with _engine(args, model) as engine:
         for situation in SITUATIONS:
@@ -262,9 +281,16 @@ def slopes(args: argparse.Namespace) -> None:
             )
             took_s = time.perf_counter() - began
             _say(f"{situation.name}, took {took_s:.1f} s\n{frame.to_string()}")
-            rows = json.loads(frame.to_json(orient="records"))
+            rows = json.loads(frame.to_json(orient="records") or "[]")
             data["situations"].append(situation.to_dict(model) | {"slopes": rows})
             _write(args.out / "slopes.json", data)
+
+
+def _profiled(args: argparse.Namespace) -> Measured:
+    path = args.out / "profile.json"
+    if not path.exists():
+        raise mg.InvalidInput(f"{args.out} has no profile.json: run --stage profile first")
+    return mg.CostModel.from_profile(path, allow_mismatch=True)
 
 
 def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:
@@ -279,10 +305,8 @@ def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    path = args.out / "measured.json"
-    if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
-    return {"points": [], "failed": []}
+    kept = read(args.out / "measured.json", "delete it, or measure into another folder")
+    return kept or {"points": [], "failed": []}
 
 
 def _write(path: Path, data: Any) -> None:
@@ -310,4 +334,4 @@ def _say(*words: object) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    leaving(main)

@@ -92,7 +92,7 @@ def point(kept: Kept, runs: Sequence[Data]) -> Data:
     each_s = [step_s(run["step_end_s"]) for run in runs]
     all_runs_s = float(np.median(np.concatenate([counted_s(run["step_end_s"]) for run in runs])))
     predicted_s = step_s(c.predicted.step_end_s)
-    took = {run["run"]: _op_seconds(kept.data(run), np.median) for run in runs}
+    took = {run["run"]: _op_seconds(kept.timeline(run).to_dict(), np.median) for run in runs}
     expected = _op_seconds(c.predicted.to_dict(), np.mean)
     lanes, tasks = c.by_op["lane"].to_dict(), c.by_op["tasks"].to_dict()
     shapes = real.shapes or ([real.graph.shape] if real.graph.shape is not None else [])
@@ -116,7 +116,7 @@ def point(kept: Kept, runs: Sequence[Data]) -> Data:
         "all_runs_error": predicted_s / all_runs_s - 1,
         "measured_period_s": c.measured_period_s,
         "period_error_s": c.error_s,
-        "parts": {str(part): float(s) for part, s in c.parts["seconds"].items()},
+        "parts": {str(part): float(s) for part, s in c.parts["seconds"].to_dict().items()},
         "ops": {
             op: {
                 "lane": lanes[op],

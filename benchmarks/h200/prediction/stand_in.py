@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import design
 import measure
-from kept import Kept, keep, leaving, of_this_script
+from kept import Kept, keep, leaving, of_this_script, require_folder
 from made_up import MADE_UP
 from predict import predict
 from situations import Situation
@@ -30,6 +30,7 @@ BUDGETS = "--device cpu --gpu-memory 2GiB --host-memory 2GiB --profile-budget-s 
 
 def stand_in(raw: Path, folder: Path) -> None:
     """Measure into ``raw``, keep and predict in ``folder``."""
+    require_folder(folder, "results go")
     measure.MODELS = MODELS
     for name in MODELS:  # Half as wide numbers take a CPU longer.
         MADE_UP[name] = MADE_UP[name] | {"dtype": "float32"}
