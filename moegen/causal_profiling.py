@@ -95,10 +95,10 @@ def causal(
     ops : collection of str, optional
         All of the graph's by default.
     delay_s : float or mapping of str to float, optional
-        Seconds before each task, by op; from 50 µs, for a wait has a floor, to a minute. By
-        default such that the delays of a class add up to
-        ``share`` of a step, or to ten times what a stretch differs from the next if that is more,
-        as a short run before shows; never to more than a step.
+        Seconds before each task, by op; from 50 µs, for a wait has a floor, to a minute. By default
+        such that the delays of a class add up to ``share`` of a step, or to ten times what a
+        stretch differs from the next if that is more, as a short run before shows; never to more
+        than a step.
     steps : int
         Of each stretch, at least 4; the first two and the last do not count. With 9, single
         steps that are disturbed do not show.

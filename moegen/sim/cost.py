@@ -17,7 +17,7 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.company import Company
 from moegen.graph.latencies import Latencies
-from moegen.graph.task import Task, TaskId
+from moegen.graph.task import Task, TaskGraph, TaskId
 from moegen.sim.capacities import NOTHING, InUse
 
 if TYPE_CHECKING:
@@ -282,6 +282,13 @@ class CostModel(ABC):
         from moegen.sim.fixed import Fixed
 
         return Fixed(durations, demands or {}, capacities or {}, duplex, provenance, company)
+
+
+def checked_graph(g: Any) -> TaskGraph:
+    """``g``, if it is a graph."""
+    if not isinstance(g, TaskGraph):
+        raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
+    return g
 
 
 def checked_cost(cost: Any) -> CostModel:

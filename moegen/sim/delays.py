@@ -11,7 +11,7 @@ import numpy as np
 from moegen.errors import GraphError, InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.task import Edge, Task, TaskGraph, TaskId
-from moegen.sim.cost import Cost, CostModel, Provenance
+from moegen.sim.cost import Cost, CostModel, Provenance, checked_graph
 from moegen.sim.engine import simulate
 from moegen.sim.scaled import Wrapped
 
@@ -105,8 +105,7 @@ def delayed_ops(g: TaskGraph, ops: Collection[str] | None) -> dict[str, tuple[st
     GraphError
         If the graph is unrolled.
     """
-    if not isinstance(g, TaskGraph):
-        raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
+    checked_graph(g)
     if g.n_steps != 1:
         raise GraphError(f"the graph is unrolled to {g.n_steps} steps: give the graph of one step")
     found: dict[str, tuple[str, int]] = {}

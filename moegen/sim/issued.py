@@ -250,10 +250,9 @@ class IssuedRun:
 
     def _worked(self, lane: _Lane) -> bool:
         """The lane's task has done its work; it ends now, unless the thread is not through."""
-        at, held_s = lane.at, self._thread.done_s[lane.at]
+        at = lane.at
         # Durations that were measured have in them how late an end was.
-        if self._shared and self._issue_s[at] > 0:
-            held_s += lane.ends_s
+        held_s = self.held_s(at) if self._shared else self._thread.done_s[at]
         if held_s > self._clock.now:
             self._clock.at(held_s, partial(self._late, lane))
             return False

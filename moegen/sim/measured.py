@@ -296,7 +296,8 @@ def _nearest(lines: Sequence[_Line], work: Work) -> _Line:
     if len(lines) == 1:
         return lines[0]
     far = [line.distance(work) for line in lines]
-    near = [line for line, x in zip(lines, far, strict=True) if x == min(far)]
+    least = min(far)
+    near = [line for line, x in zip(lines, far, strict=True) if x == least]
     return near[0] if len(near) == 1 else min(near, key=lambda line: line.cell(work))
 
 

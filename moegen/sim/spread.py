@@ -11,7 +11,7 @@ import numpy as np
 from moegen.errors import InvalidInput
 from moegen.graph.checks import number
 from moegen.graph.task import TaskGraph
-from moegen.sim.cost import CostModel, checked_cost
+from moegen.sim.cost import CostModel, checked_cost, checked_graph
 from moegen.sim.rerun import measured_run
 from moegen.timeline import Timeline
 
@@ -109,8 +109,7 @@ class Spread:
         InvalidInput
             If one of them is something else.
         """
-        if not isinstance(g, TaskGraph):
-            raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
+        checked_graph(g)
         sums: dict[str, tuple[float, float]] = {}
         for t in g:
             seconds = checked_cost(cost).seconds(t)

@@ -14,7 +14,7 @@ from moegen.errors import InvalidInput
 from moegen.graph.checks import number, whole
 from moegen.graph.features import FEATURES_OF
 from moegen.graph.task import TaskGraph
-from moegen.sim.cost import CostModel
+from moegen.sim.cost import CostModel, checked_graph
 from moegen.sim.engine import simulate
 from moegen.sim.maxplus import Compiled
 from moegen.sim.spread import Spread
@@ -191,8 +191,7 @@ def check(spread: Any, graphs: Collection[TaskGraph]) -> None:
     Ops of other graphs pass: at ω = 0 there is no CPU attention, and runs know how it scatters.
     """
     for g in graphs:
-        if not isinstance(g, TaskGraph):
-            raise InvalidInput(f"a graph must be a TaskGraph, such as mg.build(...), got {g!r}")
+        checked_graph(g)
     if spread is None:
         return
     if not isinstance(spread, Spread):
