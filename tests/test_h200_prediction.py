@@ -336,7 +336,7 @@ def with_(value, *path):
         ("profile_notes.json", without("notes"), "it has no notes"),
         ("profile_notes.json", without("seconds"), "it has no seconds"),
         ("profile_notes.json", with_([7], "notes"), r"notes\[0\] must be str, and is int"),
-        ("profile_notes.json", with_({}, "as_measured"), "as_measured has no step_median"),
+        ("first.json", without("per_op"), "it has no per_op"),
         ("others.json", with_("none", "measurements"), "measurements must be list, and is str"),
         ("others.json", without("measurements", 1, "why"), r"measurements\[1\] has no why"),
     ],
@@ -367,8 +367,7 @@ def test_results_may_lack_what_is_not_always_known(scripts, tmp_path):
     once |= {"spread": None, "runs_s": once["runs_s"][:1]}
     once["ops"] = {op: of | {"spread": None} for op, of in once["ops"].items()}
     slopes["situations"][0]["slopes"][0]["error"] = None
-    for key in ("as_measured", "compiled_s"):
-        notes.pop(key, None)
+    del notes["compiled_s"]
     for name, data in (
         ("measured", measured), ("predicted", predicted), ("slopes", slopes),
         ("profile_notes", notes),
@@ -676,10 +675,19 @@ def test_slopes_that_bind_are_held_to_a_fifth_and_noise_tells_nothing(scripts):
     assert [op for op in ("near", "far", "none", "loud", "loud none", "wrong")
             if f"`{op}`" in doubtful] == ["loud", "loud none", "wrong"]  # fmt: skip
     assert "`far`: predicted 1.00, measured 0.75 ± 0.10" in far and "near" not in far
+    assert "Where nothing binds" not in text
+    found["situations"][1]["slopes"].append(slope("small", 0.0, 0.08, 0.01))
+    head, _, small = "\n".join(scripts.delays.delays(found, "Why.")).partition(
+        "Where nothing binds"
+    )
+    assert "`small`: predicted 0.00, measured 0.04 ± 0.01\n\nWhy." in small
+    assert not any(f"`{op}`" in small for op in ("none", "loud none", "wrong", "far"))
+    assert "| 0.00 | 0.04 ± 0.01 | no | yes |" in head
+    del found["situations"][1]["slopes"][-1]
     first, second = scripts.shown._slopes(found)
     assert first[1:] == (
-        "3 of 6, in 2 situations; of 2 the noise hides it; not of `wrong` where weights are "
-        "copied, attention on the GPU",
+        "3 of 6, in 2 situations; of 2 it cannot be told within two standard errors; not of "
+        "`wrong` where weights are copied, attention on the GPU",
         "**no**, 1 short",
     )
     # In the picture too: one legend, situations in words, the op that disagrees.
@@ -769,30 +777,46 @@ def test_drawn_points_that_fetch_are_said_to_be_off_to_one_side(scripts):
 def test_code_that_was_changed_after_the_runs_were_seen_is_said_to_be(scripts, tmp_path):
     folder = tmp_path / "results"
     shutil.copytree(scripts.kept.RESULTS, folder)
-    path = folder / "profile_notes.json"
-    notes = json.loads(path.read_text(encoding="utf-8"))
 
-    def said(**more):
-        path.write_text(json.dumps(notes | more), encoding="utf-8")
+    def said():
         kept = scripts.kept.Kept(folder)
         return " ".join(scripts.shown.summary(kept)), scripts.report.report(folder)
 
-    changed, blind = "was changed after these runs had been seen", "The points were drawn blind."
+    changed, blind = "The code was changed after these runs had been", "The points were drawn blind"
     was = {"step_median": 0.0123, "step_worst": 0.0345, "per_op": 0.0567}
-    for text in said(notes=["x"], as_measured=was):
-        assert f"{blind} The code that makes curves from the profile's times {changed}. By" in text
-        assert "to 1.2% in the median and 3.5% at worst, and operations to 5.7%." in text
-    assert "By the code of today, as above, it is " in said(as_measured=was)[1]
-    for text in said(notes=["its curves were made anew, of old times"], as_measured=None):
-        assert changed in text
-    notes.pop("as_measured", None)
-    summary, text = said(notes=["m: there was no time left for 2 points", "n: there was no time "
-                                "left for 3 points", "what nobody knows"])  # fmt: skip
-    assert blind in summary and changed not in summary + text
-    # What follows of notes stands once, behind the last of its kind.
+    (folder / "first.json").write_text(json.dumps(was), encoding="utf-8")
+    for text in said():
+        assert f"{blind}. {changed} seen. By the code before, steps were predicted to 1.2%" in text
+        assert "in the median and 3.5% at worst, and operations to 5.7%." in text
+    assert "By the code of today, as above, it is " in said()[1]
+    # Who changes the code makes predictions anew: what was found first stays.
+    scripts.predict.main([str(folder)])
+    assert json.loads((folder / "first.json").read_text(encoding="utf-8")) == was
+    # The first time is now.
+    (folder / "first.json").unlink()
+    scripts.predict.main([str(folder)])
+    kept = scripts.kept.Kept(folder)
+    assert kept.first == pytest.approx(scripts.judge.errors(kept.predicted["points"]))
+    for text in said():
+        assert blind in text and changed not in text
+
+
+def test_what_notes_of_the_profile_mean_stands_once(scripts, tmp_path):
+    folder = tmp_path / "results"
+    shutil.copytree(scripts.kept.RESULTS, folder)
+    path = folder / "profile_notes.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+
+    def said(*notes):
+        path.write_text(json.dumps(data | {"notes": notes}), encoding="utf-8")
+        return scripts.report.report(folder)
+
+    text = said("m: there was no time left for 2 points", "n: there was no time left for 3 points",
+                "what nobody knows")  # fmt: skip
+    # Behind the last of its kind.
     assert text.count("*So*: tasks of these ops") == 1 and "- what nobody knows.\n" in text
     assert text.index("n: there was no") < text.index("*So*") < text.index("what nobody knows")
-    assert "## What the profile notes" not in said(notes=[])[1]
+    assert "## What the profile notes" not in said()
 
 
 def test_words_of_the_report_are_told(scripts):

@@ -169,7 +169,7 @@ def half_results(tmp_path):
     return keep
 
 
-@pytest.mark.parametrize("name", ["decode-2503-0", "planned"])
+@pytest.mark.parametrize("name", ["decode-2617-0", "planned"])
 def test_half_results_are_shown_as_far_as_they_go(half_results, name, monkeypatch):
     """No predictions, notes, slopes and curve; of the planner's point none drawn at random too."""
     path = ROOT / "notebooks" / "05_predicted_vs_measured.ipynb"

@@ -56,6 +56,16 @@ class Errors:
         )
 
 
+def errors(points: Iterable[Data]) -> Data | None:
+    """Of the drawn points: ``step_median``, ``step_worst``, ``per_op``; None if there are none."""
+    drawn = held_out(points)
+    if not drawn:
+        return None
+    e = Errors.of([p["error"] for p in drawn])
+    per_op = Errors.of([r["error"] for r in op_errors(drawn)]).median
+    return {"step_median": e.median, "step_worst": e.worst, "per_op": per_op}
+
+
 def op_errors(points: Iterable[Data]) -> list[Data]:
     """A row for each op of each point: ``op``, ``share`` of the step, ``error``, and so on."""
     rows = []

@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from judge import errors
 from shapes import RAW, SHAPES, lacks
 
 import moegen as mg
@@ -32,8 +33,7 @@ from moegen.graph.files import read_json, write_bytes, write_text
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 TIMELINES = "timelines.zip"
-# Of a profile whose curves were made again from the times that it had measured.
-REMADE = "curves were made anew"
+FIRST = "first.json"
 # Steps of a run that are left out, and the least that it must have.
 WARM_UP, LEAST = 1, 4
 _DIGITS = 7
@@ -77,7 +77,8 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
             z.writestr(entry, text, zipfile.ZIP_LZMA)
     folder.mkdir(parents=True, exist_ok=True)
     # What was predicted was of other runs.
-    (folder / "predicted.json").unlink(missing_ok=True)
+    for name in ("predicted.json", FIRST):
+        (folder / name).unlink(missing_ok=True)
     write_bytes(folder / TIMELINES, packed.getvalue(), "the timelines")
     _write_lines(folder / "measured.json", measured)
     for name in ("profile.json", "profile_notes.json", "slopes.json"):
@@ -135,15 +136,11 @@ class Kept:
     def predicted(self) -> Data | None:
         return read(self.folder / "predicted.json", f"run predict.py {self.folder}")
 
-    @property
-    def changed(self) -> bool:
-        """Whether code that makes the profile's curves was changed after the runs had been seen.
-
-        The notes of the profile say so; ``as_measured`` among them has the errors by the code
-        before: ``step_median``, ``step_worst`` and ``per_op``.
-        """
-        notes = self.notes or {}
-        return "as_measured" in notes or any(REMADE in note for note in notes.get("notes", ()))
+    @cached_property
+    def first(self) -> Data | None:
+        """Errors by the code of the day of the measurement: ``step_median``, ``step_worst`` and
+        ``per_op``. Whoever changes it later has seen the runs."""
+        return read(self.folder / FIRST, "put it back: nothing can make it again")
 
     def require(self) -> None:
         """Refuse a folder in which nothing is kept.
@@ -232,8 +229,10 @@ class Kept:
             raise mg.InvalidInput(f"{where}: {e}: {self._again}") from e
 
     def write(self, predicted: Data) -> None:
-        """Keep what follows from the results: ``predicted.json``."""
+        """Keep what follows from the results: ``predicted.json``, and the first time its errors."""
         _write_lines(self.folder / "predicted.json", predicted)
+        if not (self.folder / FIRST).exists() and (found := errors(predicted["points"])):
+            _write_lines(self.folder / FIRST, found)
 
 
 def _warm(timeline: mg.Timeline) -> mg.Timeline:

@@ -56,6 +56,7 @@ SHAPES: dict[str, Any] = {
             | dict.fromkeys(("omega", "low", "high", "measured_low", "probability_best"), _NUMBER)
         ],
     },
+    "first.json": _ERRORS,
     "slopes.json": {
         "model": str,
         "layers": int,
@@ -71,12 +72,10 @@ SHAPES: dict[str, Any] = {
             }
         ],
     },
-    "profile_notes.json": {
-        "seconds": _NUMBER, "compiled_s?": _MAYBE, "notes": [str],
-        "as_measured?": (_ERRORS, type(None)),
-    },
+    "profile_notes.json": {"seconds": _NUMBER, "compiled_s?": _MAYBE, "notes": [str]},
     "others.json": {
         "since": str,
+        "delays?": str,
         "measurements": [
             _ERRORS | {"seed": int, "date": str, "slopes_within": int, "slopes": int, "why": str}
         ],

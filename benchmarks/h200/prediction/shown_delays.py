@@ -9,8 +9,8 @@ from markdown_pieces import short, signed, table
 HEAD = ["## Delays", ""]
 
 
-def delays(slopes: Data | None) -> list[str]:
-    """The section on injected delays."""
+def delays(slopes: Data | None, why: str = "") -> list[str]:
+    """The section on injected delays; ``why`` slopes differ that do not bind."""
     if slopes is None or not (found := judge.slope_rows(slopes)):
         return [*HEAD, "They have not been measured.", ""]
     rows = [
@@ -54,6 +54,7 @@ def delays(slopes: Data | None) -> list[str]:
         *table(columns, rows),
         *_listed("Where the sign cannot be told, or is another:", _doubtful(found)),
         *_listed(f"Where an op that binds is off by more than {SLOPE:.0%}:", _far(found)),
+        *_unforeseen(found, why),
     ]
 
 
@@ -65,6 +66,20 @@ def _verdict(row: Data) -> str:
 
 def _doubtful(found: list[Data]) -> list[Data]:
     return [r for r in found if _verdict(r) != "yes"]
+
+
+def _unforeseen(found: list[Data], why: str) -> list[str]:
+    """Where nothing binds and a step is longer or shorter all the same, by more than the noise."""
+    rows = [
+        r for r in found if not r["binds"] and abs(r["measured"] - r["predicted"]) > r["within"]
+    ]
+    if not rows:
+        return []
+    head = (
+        "Where nothing binds, and what was measured is further from what was predicted than two "
+        "standard errors:"
+    )
+    return [*_listed(head, rows), *([why, ""] if why else [])]
 
 
 def _far(found: list[Data]) -> list[Data]:

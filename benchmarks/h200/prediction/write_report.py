@@ -28,6 +28,8 @@ from moegen.sim.uncertainty import LEVEL
 REPORT = HERE / "REPORT.md"
 # Errors of the mean and of the median step that differ by more are explained.
 APART = 0.01
+# No compiler is quicker: the kernel was there.
+_COMPILES_S = 0.5
 # What is said of some points of several needs as many.
 _SOME = 3
 WORDS = {
@@ -79,7 +81,7 @@ def report(folder: Path = RESULTS) -> str:
         *_parts(points),
         *_ranks(points, curve),
         *_curve(curve),
-        *delays(kept.slopes),
+        *delays(kept.slopes, (kept.others or {}).get("delays", "")),
         *_failed(kept.measured["failed"]),
     ]
     return "\n".join(lines)
@@ -94,6 +96,8 @@ def _setting(kept: Kept) -> list[str]:
         return [*lines, "What the profile took was not kept.", ""]
     compiled_s = kept.notes.get("compiled_s")
     after = f", after {compiled_s:.0f} s of compiling the CPU's kernel" if compiled_s else ""
+    if after and compiled_s < _COMPILES_S:
+        after = ", the CPU's kernel having been compiled before"
     lines.append(
         f"The calibration is `moegen profile` alone, of this machine; it took "
         f"{kept.notes['seconds']:.0f} s{after}."
