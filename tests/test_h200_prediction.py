@@ -754,6 +754,30 @@ def test_coverage_is_held_against_what_the_band_says(scripts):
     assert "measured and predicted with bands" in what and met == "yes"
     assert scripts.shown._curve(curve(*[100] * 9, 90, 90))[1].endswith("10 would be expected")
     assert scripts.shown._curve([])[1:] == ("not measured", "**no**, 11 short")
+    wide = scripts.shown._curve(curve(*[100] * 6, *[90] * 5), 0.1)[1]
+    assert wide.endswith("11 once it is widened by what other measurements missed")
+
+
+def test_a_band_is_widened_by_what_other_measurements_missed(scripts):
+    judge = scripts.judge
+    others = {"measurements": [{"step_median": x} for x in (0.02, 0.01, 0.16)]}
+    # Of a normal distribution half lies within 0.6745 standard deviations, 90% within 1.645.
+    miss = judge.usual_miss(others)
+    assert miss == pytest.approx(0.02 / 0.6744898) and judge.usual_miss(None) == 0
+    assert judge.usual_miss({"measurements": []}) == 0
+    [row] = curve(94.9, half=5.0)
+    assert judge.band(row) == pytest.approx((95, 105)) and not judge.is_inside(row)
+    low, high = judge.band(row, miss)
+    reach = 1.6448536 * miss
+    assert math.log(low / 100) == pytest.approx(-math.hypot(math.log(0.95), reach))
+    assert math.log(high / 100) == pytest.approx(math.hypot(math.log(1.05), reach))
+    assert judge.is_inside(row, miss)
+    [_, _, row] = curve(1, 2, 101)
+    assert judge.band(row | {"low": 100.0, "high": 100.0}, 0.01)[0] == pytest.approx(98.368592)
+    assert (judge.Coverage.of(curve(94.9, 94), miss).inside, judge.Coverage.of(
+        curve(94.9, 94)).inside) == (2, 0)  # fmt: skip
+    text = scripts.report._curve([row | {"measured_low": 99.0, "probability_best": 1.0}], miss)
+    assert any("a standard deviation of 3.0%" in line for line in text)
 
 
 def test_drawn_points_that_fetch_are_said_to_be_off_to_one_side(scripts):

@@ -84,7 +84,9 @@ def _two(axes: Sequence[Axes] | None, height: float) -> Sequence[Axes]:
     return plt.subplots(1, 2, figsize=(10.5, height), layout="constrained")[1]
 
 
-def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes, Axes]:
+def curve(
+    frame: pd.DataFrame, axes: Sequence[Axes] | None = None, *, miss: float = 0.0
+) -> tuple[Axes, Axes]:
     """The curve over ω: tokens a second on the left, on the right relative to the prediction.
 
     Parameters
@@ -93,6 +95,8 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
         The ``curve`` of predicted.json.
     axes : sequence of matplotlib.axes.Axes, length 2, optional
         Where to draw; a new figure by default.
+    miss : float
+        As of `judge.usual_miss`: a second band is that much wider; none for 0.
 
     Returns
     -------
@@ -101,9 +105,14 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
     left, right = _two(axes, 4.4)
     told, at = frame["tokens_per_s"], frame["omega"]
     sides = ["tokens_per_s", "low", "high", "measured_tokens_per_s", "measured_low"]
-    rates = frame[sides]
+    points = frame.to_dict("records")
+    wide = [judge.band(row, miss) for row in points]
+    rates = frame[sides].assign(least=[x for x, _ in wide], most=[x for _, x in wide])
     for ax, y in ((left, rates), (right, 100 * (rates.div(told, axis=0) - 1))):
-        band = f"{LEVEL:.0%} band of the prediction"
+        if miss:
+            beside = f"{LEVEL:.0%} with what other measurements missed"
+            ax.fill_between(at, y["least"], y["most"], color=_BAND, alpha=0.13, lw=0, label=beside)
+        band = f"{LEVEL:.0%} by the profile's own scatter" if miss else f"{LEVEL:.0%} band"
         ax.fill_between(at, y["low"], y["high"], color=_BAND, alpha=0.3, lw=0, label=band)
         ax.plot(at, y["tokens_per_s"], color=_BAND, lw=1.2, label="predicted")
         quick = y["measured_tokens_per_s"]
@@ -118,8 +127,10 @@ def curve(frame: pd.DataFrame, axes: Sequence[Axes] | None = None) -> tuple[Axes
     left.set_title("Throughput; the axis does not start at 0", loc="left", fontsize=10)
     left.legend(loc="upper left", fontsize=8.5, frameon=False)
     right.set_ylabel("measured less predicted, % of predicted")
-    c = judge.Coverage.of(frame.to_dict("records"))
-    words = f"The same as error: {c.inside} of {c.n} in the band, {c.expected} expected"
+    c = judge.Coverage.of(points)
+    words = f"As error: {c.inside} of {c.n} in the band, {c.expected} expected"
+    if miss:
+        words += f"; {judge.Coverage.of(points, miss).inside} in the wide one"
     right.set_title(words, loc="left", fontsize=10)
     return left, right
 

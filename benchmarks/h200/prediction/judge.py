@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -149,9 +150,36 @@ def curve_errors(curve: Iterable[Data]) -> list[float]:
     return [r["measured_tokens_per_s"] / r["tokens_per_s"] - 1 for r in curve]
 
 
+def usual_miss(others: Data | None) -> float:
+    """What steps were off in the other measurements, as a relative standard deviation.
+
+    From the median of their median errors, as of a normal distribution about 0; 0 if there are
+    none. None of them is the one that is judged.
+    """
+    each = [m["step_median"] for m in others["measurements"]] if others else []
+    return float(np.median(each)) / NormalDist().inv_cdf(0.75) if each else 0.0
+
+
+def band(row: Data, miss: float = 0.0) -> tuple[float, float]:
+    """Between which tokens a second a point of the curve lies with the probability `LEVEL`.
+
+    That is the band of predicted.json; with a ``miss`` of all durations by as much (a relative
+    standard deviation) beside what it has, a wider one.
+    """
+    told, reach = row["tokens_per_s"], NormalDist().inv_cdf((1 + LEVEL) / 2) * miss
+    below, above = (np.hypot(np.log(row[side] / told), reach) for side in ("low", "high"))
+    return float(told * np.exp(-below)), float(told * np.exp(above))
+
+
 def fetch_share(p: Data) -> float:
     """The share of a measured step in which KV is fetched."""
     return p["ops"].get("fetch_kv", {"measured_s": 0.0})["measured_s"] / p["measured_s"]
+
+
+def is_inside(row: Data, miss: float = 0.0) -> bool:
+    """Whether a point of the curve was measured within its :func:`band`."""
+    low, high = band(row, miss)
+    return low <= row["measured_tokens_per_s"] <= high
 
 
 @dataclass(frozen=True)
@@ -173,10 +201,10 @@ class Coverage:
     short: bool
 
     @classmethod
-    def of(cls, curve: Sequence[Data]) -> Coverage:
-        """Of the curve of predicted.json."""
+    def of(cls, curve: Sequence[Data], miss: float = 0.0) -> Coverage:
+        """Of the curve of predicted.json; of a :func:`band` with a ``miss`` beside."""
         n = len(curve)
-        inside = sum(r["low"] <= r["measured_tokens_per_s"] <= r["high"] for r in curve)
+        inside = sum(is_inside(r, miss) for r in curve)
         scatter = np.sqrt(n * LEVEL * (1 - LEVEL))
         short = inside < n * LEVEL - _SHORT * scatter
         return cls(n, inside, round(n * LEVEL), bool(short))

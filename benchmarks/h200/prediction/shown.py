@@ -26,7 +26,7 @@ def targets(kept: Kept) -> list[str]:
         *_ops(judge.held_out(points)),
         _parts(points),
         *_slopes(kept.slopes),
-        _curve(curve),
+        _curve(curve, judge.usual_miss(kept.others)),
         ("5. the same on CPU lanes, in the tests", CI, "yes"),
     ]
     return [
@@ -124,7 +124,7 @@ def _curve_words(kept: Kept) -> list[str]:
     curve = kept.predicted["curve"]
     if not curve:
         return []
-    said, c = [], judge.Coverage.of(curve)
+    said, c, miss = [], judge.Coverage.of(curve), judge.usual_miss(kept.others)
     if judge.trend([r["omega"] for r in curve], judge.curve_errors(curve)) is not None:
         said.append("On that curve the error is no scatter but a bias that goes with ω.")
     if c.short:
@@ -132,6 +132,11 @@ def _curve_words(kept: Kept) -> list[str]:
             f"Bands are too narrow for what a profile misses: {c.inside} of {c.n} points of the "
             f"curve lie within the {LEVEL:.0%} band, {c.expected} would be expected."
         )
+        if miss:
+            said.append(
+                f"Widened by what other measurements missed, it holds "
+                f"{judge.Coverage.of(curve, miss).inside}."
+            )
     return said
 
 
@@ -215,7 +220,7 @@ def _slopes(slopes: Data | None) -> list[Row]:
     ]
 
 
-def _curve(curve: list[Data]) -> Row:
+def _curve(curve: list[Data], miss: float = 0.0) -> Row:
     c = judge.Coverage.of(curve)
     measured = "not measured"
     if curve:
@@ -225,6 +230,9 @@ def _curve(curve: list[Data]) -> Row:
         )
     if c.short:
         measured += ": the band does not hold what the profile misses"
+        if miss:
+            inside = judge.Coverage.of(curve, miss).inside
+            measured += f"; {inside} once it is widened by what other measurements missed"
     what = f"4. the curve over ω at {CURVE} points, measured and predicted with bands"
     return what, measured, _at_least(len(curve), CURVE)
 

@@ -80,7 +80,7 @@ def report(folder: Path = RESULTS) -> str:
         *ops(points),
         *_parts(points),
         *_ranks(points, curve),
-        *_curve(curve),
+        *_curve(curve, judge.usual_miss(kept.others)),
         *delays(kept.slopes, (kept.others or {}).get("delays", "")),
         *_failed(kept.measured["failed"]),
     ]
@@ -307,25 +307,27 @@ def _tau(r: judge.Ranking) -> str:
     return f"{r.tau:.3f} of {r.pairs} pairs, {r.left_out} too close" if r.pairs else "no pairs"
 
 
-def _curve(curve: list[Data]) -> list[str]:
+def _curve(curve: list[Data], miss: float) -> list[str]:
     if not curve:
         return ["## The curve over ω", "", "It has not been measured.", ""]
     rows = [
         [
             f"{r['omega']:g}",
             f"{r['tokens_per_s']:,.0f}",
-            f"{r['low']:,.0f} to {r['high']:,.0f}",
+            _from_to(r),
+            *([_from_to(r, miss)] if miss else []),
             f"{r['measured_tokens_per_s']:,.0f}",
             f"{r['measured_low']:,.0f}",
             signed(off),
-            "yes" if r["low"] <= r["measured_tokens_per_s"] <= r["high"] else "no",
+            _inside(r, miss),
             f"{r['probability_best']:.0%}",
         ]
         for r, off in zip(curve, judge.curve_errors(curve), strict=True)
     ]
+    wide = "widened | " if miss else ""
     columns = (
-        "ω | predicted tokens/s | 90% of samples | measured, quickest run | slowest run | "
-        "measured / predicted - 1 | within | how probably the best"
+        f"ω | predicted tokens/s | {LEVEL:.0%} of samples | {wide}measured, quickest run | "
+        f"slowest run | measured / predicted - 1 | within | how probably the best"
     )
     return [
         "## The curve over ω",
@@ -336,12 +338,35 @@ def _curve(curve: list[Data]) -> list[str]:
         "each time is not in it. Measured / predicted - 1 is below 0 where the prediction is too "
         "fast.",
         "",
+        *_widened(miss),
         *table(columns, rows),
-        *_bias(curve),
+        *_bias(curve, miss),
     ]
 
 
-def _bias(curve: list[Data]) -> list[str]:
+def _widened(miss: float) -> list[str]:
+    if not miss:
+        return []
+    return [
+        f"Widened: as if the whole step were off besides, by as much as steps were in the other "
+        f"measurements above: a standard deviation of {miss:.1%}, from the median of their "
+        f"medians. Nothing of this measurement is in it.",
+        "",
+    ]
+
+
+def _from_to(row: Data, miss: float = 0.0) -> str:
+    low, high = judge.band(row, miss)
+    return f"{low:,.0f} to {high:,.0f}"
+
+
+def _inside(row: Data, miss: float) -> str:
+    if judge.is_inside(row):
+        return "yes"
+    return "widened" if miss and judge.is_inside(row, miss) else "no"
+
+
+def _bias(curve: list[Data], miss: float = 0.0) -> list[str]:
     """Whether the points of the curve scatter about the prediction, drift, or lie to one side."""
     off, c = judge.curve_errors(curve), judge.Coverage.of(curve)
     reach = float(np.median([(r["high"] - r["low"]) / r["tokens_per_s"] / 2 for r in curve]))
@@ -352,6 +377,8 @@ def _bias(curve: list[Data]) -> list[str]:
     )
     if c.short:
         width += " So the band is too narrow: it does not hold what the profile misses."
+        if miss:
+            width += f" Within the widened one lie {judge.Coverage.of(curve, miss).inside}."
     rho = judge.trend([r["omega"] for r in curve], off)
     if rho is not None:
         return [f"{width} {_drift(curve, off, rho)}", ""]
