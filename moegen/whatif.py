@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,9 +79,14 @@ class WhatIf:
 
     @property
     def gain(self) -> float:
-        """By which part of itself tokens a second rise: 0.25 where the period is a fifth less."""
-        if not (self.base_tokens and self.period_s):
-            return self.base_s / self.period_s - 1 if self.period_s else 0.0
+        """By which part of itself tokens a second rise: 0.25 where the period is a fifth less.
+
+        Infinite where nothing takes time any more.
+        """
+        if not self.period_s:
+            return math.inf if self.base_s else 0.0
+        if not self.base_tokens:
+            return self.base_s / self.period_s - 1
         return self.tokens / self.base_tokens * self.base_s / self.period_s - 1
 
     @property
@@ -91,7 +97,9 @@ class WhatIf:
 
     @property
     def _changes(self) -> str:
-        return f"{self.change:+.0%} time, {self.gain:+.0%} tokens/s"
+        if math.isinf(self.gain):
+            return "no time at all"
+        return f"{_percent(self.change)} time, {_percent(self.gain)} tokens/s"
 
     def __str__(self) -> str:
         before, after = format_seconds(self.base_s), format_seconds(self.period_s)
@@ -178,7 +186,8 @@ def what_ifs(
     Raises
     ------
     InvalidInput
-        If there is no question, or one names what is not there.
+        If there is no question, or one names what is neither a knob, a rate nor ``op``. (An
+        operation that the run has none of is the ``error`` of its question.)
     """
     import pandas as pd
 
@@ -281,6 +290,11 @@ def _misfit(ledger: Ledger | None) -> str:
     except Infeasible as error:
         return str(error).partition(";")[0]
     return ""
+
+
+def _percent(part: float) -> str:
+    """With a sign, but for what rounds to none."""
+    return f"{part:+.0%}".replace("-0%", "+0%")
 
 
 def _off(replayed_s: float, measured_s: float) -> float:

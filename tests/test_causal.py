@@ -316,6 +316,14 @@ def test_slopes_have_no_unit(scale):
     assert fitted([0.0, 1e-300, 2e-300], [0.0, 2e-300, 4e-300]) == pytest.approx(2.0)
 
 
+def test_a_step_that_takes_no_time_shows_every_delay():
+    free = CostModel.fixed({"copy": 0.0, "use": 0.0})
+    df = mg.delay_slopes(overlap(), free, ["copy"])
+    assert df["slope"].tolist() == pytest.approx([3.0]) and df["binds"].all()
+    of = mg.delay_slopes(overlap(), free, ["copy"], delay_s=1e-3)
+    assert of["slope"].tolist() == pytest.approx([3.0])
+
+
 def test_refusals():
     g, cost = overlap(), CostModel.fixed({"copy": 2.0, "use": 1.0})
     engine = SimulatedEngine(cost)

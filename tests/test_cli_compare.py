@@ -225,6 +225,30 @@ def test_a_link_to_what_is_read_is_not_written_over(files, capsys, link):
     assert real.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "simulate {} --hw c2 --B 8 --b-a 4 --prompt-len 8 --gen-len 4 --timeline {}/config.json",
+        "sweep {} --hw c2 --omega 0,1 -o {}/out.csv",
+        "profile {} --device cpu --seconds 10 -o {}/config.json",
+        "bench {} --timeline {}/under/config.json",
+    ],
+    ids=lambda words: words.split()[0],
+)
+def test_nothing_is_written_into_a_folder_that_is_read(tmp_path, capsys, words):
+    """A profile over a model's config.json took the model with it."""
+    folder = tmp_path / "model"
+    (folder / "under").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    code, _, err = _main(capsys, *words.format(folder, folder).split())
+    assert code == 2 and f"is in {folder}, a folder that is read: name a file elsewhere" in err
+    assert (folder / "config.json").read_text() == "{}" and not (folder / "out.csv").exists()
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    code, _, err = _main(capsys, *words.format(folder, link).split())
+    assert code == 2 and "a folder that is read" in err
+
+
 def test_a_sweep_does_not_write_over_what_it_reads(tmp_path, capsys):
     from moegen.graph.profile_table import CATALOGUE
 

@@ -126,9 +126,9 @@ def test_waiting_was_measured_too(profiled):
 
 
 def test_time_is_respected_and_each_op_measured_all_the_same(quick, monkeypatch):
+    """Without any time at all each op is measured at its smallest size, no op at any other."""
     monkeypatch.setattr(table_module, "_OVER_S", 0.1)
     monkeypatch.setattr(table_module, "_unsure", lambda found: None)  # others may be at work here
-    """Without any time at all each op is measured at its smallest size, no op at any other."""
     monkeypatch.setattr(Neighbours, "note", lambda self: "others used all cores")
     notes: list[str] = []
     table = mg.profile(mixtral(), device="cpu", budget_s=0.01, notes=notes)
@@ -222,6 +222,8 @@ def test_points_that_something_else_disturbed_are_named():
     assert note.startswith("what route at tokens=8, flops_per_token=10 in decode took differs")
     assert "7.4 times that, and so at 1 more:" in note
     assert "and so at" not in _unsure([of(0.4, 1.5)])
+    # Grids share points.
+    assert "and so at" not in _unsure([of(0.4, 1.5), of(0.4, 1.5)])
 
 
 def test_arithmetic_is_as_fast_as_the_fastest_kernel():

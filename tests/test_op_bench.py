@@ -367,6 +367,34 @@ def test_points_of_a_grid_share_their_kv(engine, monkeypatch):
     assert len(made) == 3 and made[0] is made[1] is made[2]
 
 
+def test_rows_whose_kv_would_take_most_of_the_hosts_memory_are_left_out(engine, monkeypatch):
+    """Of wide models the longest rows have gigabytes: the system would end the profile."""
+    sizes = (8, 4, 12, 16)
+    points = [Point(decode(engine, rows), ("route",), "decode") for rows in sizes]
+    per_token = engine.model.kv_bytes_per_token
+    free = int(points[0].size * per_token / table._KV_SHARE) + per_token
+    # What is held already counts as free: it is given back before there is more.
+    monkeypatch.setattr(
+        table, "free_bytes", lambda: (free - held[-1].nbytes if held else free, "said")
+    )
+    held, ran, notes = [], [], []
+    agenda = Agenda(points, time.perf_counter() + 60)
+    monkeypatch.setattr(
+        MadeUpKV,
+        "store",
+        lambda self, n, of=MadeUpKV.store: ran.append(n) or held.append(of(self, n)) or held[-1],
+    )
+    with MadeUpKV(engine.machinery) as kv:
+        assert kv.nbytes == 0
+        list(table._timed(engine.machinery, kv, agenda, Told(1e9), notes))
+        assert kv.nbytes == held[-1].nbytes == points[0].size * per_token
+    assert ran == [points[0].size, points[1].size]
+    [note] = notes  # the larger ones of the grid are not tried
+    assert note.startswith(f"{engine.model.name}: decode of {points[2].size} tokens needs ")
+    assert "of KV, and no more than" in note and "60% of the host memory that is free" in note
+    assert note.endswith(", and larger ones were left out")
+
+
 def test_buffers_of_a_point_are_gone_before_the_next_makes_its_own(engine, monkeypatch):
     """At once, not when cycles are looked for: two points' slots may be more than there is."""
     alive, at_begin = [], []

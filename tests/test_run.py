@@ -756,7 +756,7 @@ def test_a_timeline_never_lands_on_the_requests(job, tmp_path):
 
 def test_a_timeline_never_lands_in_the_checkpoint(job, tmp_path):
     done = job([_line(1)], "--timeline", str(tmp_path / "model" / "config.json"))
-    assert done.code == 2 and "is in the checkpoint's folder" in done.err
+    assert done.code == 2 and "a folder that is read: name a file elsewhere" in done.err
 
 
 @pytest.mark.parametrize("flags", [["plan", "x" * 300], ["plan", "c2", "--hw", "y" * 300]])

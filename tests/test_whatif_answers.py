@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import matplotlib
 import pytest
 from small_models import mixtral
@@ -158,3 +160,20 @@ def test_a_long_question_stays_in_the_picture():
     figure.canvas.draw()
     assert all(label.get_window_extent().x0 >= 0 for label in ax.get_yticklabels())
     assert ax.get_window_extent().width > figure.bbox.width / 3
+
+
+def test_words_of_answers_have_no_minus_nothing_and_no_gain_without_a_step():
+    run = run_on()
+    same = mg.what_if(run, ROOF, link="x1")
+    assert same.answer.startswith("+0% time, +0% tokens/s") and "-0%" not in str(same)
+    cost = CostModel.fixed({"copy_expert": 2.0, "expert": 1.0})
+    chain = by_hand([2, 2, 2, 2], [1, 1, 1, 1])
+    gone = mg.what_if(chain, cost, op={"copy_expert": 0, "expert": 0})
+    assert math.isinf(gone.gain) and gone.answer == "no time at all"
+
+
+@pytest.mark.parametrize("asked", ["x-1", "x0", "xnan"])
+def test_a_link_is_some_times_as_fast(asked):
+    said = f'link takes a factor above 0, such as "x2", got .{asked}'
+    with pytest.raises(mg.InvalidInput, match=said):
+        mg.what_if(run_on(), ROOF, link=asked)

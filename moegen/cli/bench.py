@@ -21,6 +21,7 @@ from moegen.cli.flags import (
     Json,
     Model,
     naming,
+    require_apart,
     require_writable,
     size,
 )
@@ -118,6 +119,7 @@ def bench(
     from moegen.bench import plan_for_layers, require_mixed
 
     require_writable("--timeline", timeline)
+    require_apart({"--timeline": timeline}, [model])
     lengths = None if mixed is None else _lengths(mixed)
     if layers is not None and load_format is LoadFormat.auto:
         raise InvalidInput("--layers needs --load-format dummy: a checkpoint is loaded whole")

@@ -121,12 +121,21 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 
 def require_apart(written: Mapping[str, Path | None], read: Iterable[str | Path]) -> None:
-    """Refuse to write over what a command reads, or to write two things to one file."""
+    """Refuse to write over what a command reads, or to write two things to one file.
+
+    Of a folder that is read nobody knows which files are: nothing is written into it.
+    """
+    read = list(read)
+    folders = [Path(path).resolve() for path in read if Path(path).is_dir()]
     taken = {place: f"{path} is read" for path in read for place in _places(Path(path))}
     for flag, path in written.items():
         if path is None:
             continue
         places = _places(path)
+        if within := [folder for folder in folders if folder in path.resolve().parents]:
+            raise InvalidInput(
+                f"{flag}: {path} is in {within[0]}, a folder that is read: name a file elsewhere"
+            )
         if found := [taken[place] for place in places if place in taken]:
             raise InvalidInput(f"{flag}: {found[0]}: name another file to write to")
         taken |= dict.fromkeys(places, f"{flag} {path} is written")

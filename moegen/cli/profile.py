@@ -43,6 +43,7 @@ def profile(
         typer.Option(
             "--seconds",
             min=10,
+            max=86_400,
             metavar="N",
             help="It may take about so long, if that is enough for one size of each operation "
             "(half a minute); the rest is left out.",

@@ -17,6 +17,7 @@ from moegen.cli.flags import (
     GpuMemory,
     HostMemory,
     Json,
+    require_apart,
     require_writable,
     same_file,
     size,
@@ -96,8 +97,7 @@ def run(
     require_writable("--timeline", timeline)
     if timeline is not None and (same_file(timeline, input) or same_file(timeline, output)):
         raise InvalidInput(f"--timeline: {timeline} is the file of requests or of answers")
-    if timeline is not None and model.resolve() in timeline.resolve().parents:
-        raise InvalidInput(f"--timeline: {timeline} is in the checkpoint's folder, {model}")
+    require_apart({"--timeline": timeline}, [model])
     if not model.is_dir():
         raise InvalidInput(f"--model: {model} is no folder with a checkpoint")
     out = jobs.Output(

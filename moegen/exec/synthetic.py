@@ -120,6 +120,11 @@ class MadeUpKV:
             _fill(self._store)
         return self._store
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what there is now."""
+        return 0 if self._store is None else self._store.nbytes
+
     def close(self) -> None:
         """Give the memory back."""
         store, self._store = self._store, None

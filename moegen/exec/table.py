@@ -44,9 +44,11 @@ from moegen.exec.told import Told, as_in_steps, latencies_of
 from moegen.graph.checks import number
 from moegen.graph.curve import Curve
 from moegen.graph.hardware import HardwareSpec
+from moegen.graph.host_memory import free_bytes
 from moegen.graph.model import ModelSpec
 from moegen.graph.peaks import uses
 from moegen.graph.profile_table import BUDGET_S, DTYPES, ProfileTable
+from moegen.units import format_bytes
 
 #: Whose widths are measured unless others are named.
 CUDA_MODELS = ("mixtral-8x7b", "deepseek-v2-lite")
@@ -73,6 +75,8 @@ _SPAN_S, _LONGEST_S = 0.015, 0.25
 _ALIKE = frozenset({"copy_dense", "copy_expert", "copy_rows", "copy_tokens"})
 # For company.
 _REST_S = 6.0
+# KV of made-up rows takes no more than this share of the host memory that is free.
+_KV_SHARE = 0.6
 # A point whose runs differ by more than this part of what they take says little.
 _UNSURE = 1.0
 # What is so much over the time that there was is told.
@@ -164,8 +168,9 @@ def measure_table(
         if late := [point for agenda in agendas for point in agenda.late]:
             grids = ", ".join(dict.fromkeys(point.grid for point in late))
             notes.append(
-                f"{model.name}: there was no time left for {len(late)} points ({grids}): the "
-                f"roofline goes on from what was measured"
+                f"{model.name}: there was no time left for {len(late)} "
+                f"point{'s' * (len(late) > 1)} ({grids}): the roofline goes on from what was "
+                f"measured"
             )
         measured.append((source, timed))
     waits = latencies_of(told, on_gpu=on_gpu)
@@ -218,6 +223,10 @@ def _timed(
     model = machinery.family.spec
     with Bench(machinery.device) as bench:
         for point in agenda:
+            if short := _short_of_memory(point, model, kv):
+                agenda.too_large(point)
+                notes.append(f"{model.name}: {short}, and larger ones were left out")
+                continue
             try:
                 # In a function of its own: its buffers are gone before the next point makes some.
                 for timed in _of_point(point, machinery, kv, bench, told):
@@ -230,6 +239,21 @@ def _timed(
                     f"{model.name}: {point.grid} of {point.size} tokens does not fit the GPU's "
                     f"memory, and larger ones were left out"
                 )
+
+
+def _short_of_memory(point: Point, model: ModelSpec, kv: MadeUpKV) -> str:
+    """Why the KV of a point's rows does not fit host memory; empty if it does."""
+    need, there = point.size * model.kv_bytes_per_token, kv.nbytes
+    if need <= there:
+        return ""
+    # What is there is given back first.
+    most = int(_KV_SHARE * (free_bytes()[0] + there))
+    if need <= most:
+        return ""
+    return (
+        f"{point.grid} of {point.size} tokens needs {format_bytes(need)} of KV, and no more than "
+        f"{format_bytes(most)} is taken, {_KV_SHARE:.0%} of the host memory that is free"
+    )
 
 
 def _of_point(
@@ -256,15 +280,16 @@ def _distinct(found: Sequence[Curve]) -> list[Curve]:
 
 def _unsure(found: Sequence[Curve]) -> str | None:
     """Which points say little, for a person; None if there are none."""
-    far = [
-        (spread, f"{c.describe(index)}{f' in {c.phase}' if c.phase else ''}")
+    # A point that several grids share counts once.
+    far = {
+        f"{c.describe(index)}{f' in {c.phase}' if c.phase else ''}": spread
         for c in found
         for index in np.ndindex(np.shape(c.seconds))
         if (spread := float(np.asarray(c.spread)[index])) > _UNSURE
-    ]
+    }
     if not far:
         return None
-    spread, where = max(far)
+    where, spread = max(far.items(), key=lambda x: x[1])
     others = f", and so at {len(far) - 1} more" if len(far) > 1 else ""
     return (
         f"what {where} took differs from run to run by {spread:.1f} times that{others}: something "

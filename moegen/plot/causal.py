@@ -20,7 +20,8 @@ _PREDICTED, _MEASURED = "#9ecae1", "#b30000"
 def causal(df: pd.DataFrame, ax: Axes | None = None) -> Axes:
     """What part of the delay before each op's tasks a step lengthens by.
 
-    1: every second of delay, before every task, shows in the period; 0: none does. It is the slope
+    1: every second of delay, before every task, shows in the period; 0: none does; above 1: the
+    issuing thread, slower after a rest, adds to it. It is the slope
     of the frame over the tasks of a step. Where noise reaches far beyond that, the axis ends, and
     what was measured is written at its end.
 

@@ -103,7 +103,7 @@ class Change:
         for name, asked in self.rates.items():
             if name == "link":
                 if not _is_factor(asked):
-                    raise InvalidInput(f'link takes a factor such as "x2", got {asked!r}')
+                    raise InvalidInput(f'link takes a factor above 0, such as "x2", got {asked!r}')
                 fields = [field for field in LINK if getattr(hw, field) is not None]
             elif name not in hw.rates and getattr(hw, name) is not None:
                 raise InvalidInput(
@@ -163,7 +163,7 @@ def _new(name: str, now: Any, asked: Any) -> Any:
 def _is_factor(asked: Any) -> bool:
     match = _RELATIVE.fullmatch(asked) if isinstance(asked, str) else None
     try:
-        return match is not None and match[1] in "x*" and math.isfinite(float(match[2]))
+        return match is not None and match[1] in "x*" and 0 < float(match[2]) < math.inf
     except ValueError:
         return False
 

@@ -83,7 +83,8 @@ def delay_slopes(
     of = delayed_ops(g, ops)
     check_delays(delay_s, of)
     share = checked_share(share)
-    period_s = simulate(g, cost, steps).period_s
+    # Beside a step that takes no time every delay shows: a second is as good as any.
+    period_s = simulate(g, cost, steps).period_s or 1.0
     rows = []
     for op, (lane, tasks) in of.items():
         limits = _ROUNDING * period_s, period_s / _ROUNDING

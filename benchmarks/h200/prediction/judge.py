@@ -22,9 +22,11 @@ LONG = 0.01
 SHORT_S = 200e-6
 # Of the errors of an op this share has one sign: it is biased.
 ONE_SIDED = 0.8
+# What is said of some points of several needs as many.
+SOME = 3
 # Without a trend a rank correlation scatters by 1 / sqrt(n - 1): so many times that is a trend.
 _TREND = 2.5
-# So many standard deviations fewer points in a band than its level are no chance.
+# A band is too narrow from so many standard deviations fewer points in it than its level.
 _SHORT = 2.0
 # Of a step: KV that is fetched for longer has much to do with what it takes.
 FETCHES = 0.5
@@ -35,6 +37,17 @@ PLANNED = "planned"
 def held_out(points: Iterable[Data]) -> list[Data]:
     """The points that were drawn at random; not the curve's, nor the planner's."""
     return [p for p in points if p["name"].startswith(HELD_OUT)]
+
+
+def step_s(step_end_s: Sequence[float] | np.ndarray) -> float:
+    """The time of a step: the median of those that count, from when each step ended."""
+    return float(np.median(counted_s(step_end_s)))
+
+
+def counted_s(step_end_s: Sequence[float] | np.ndarray) -> np.ndarray:
+    """What each step took that counts, as `Timeline.counted_steps` has it."""
+    each_s = np.diff(step_end_s)
+    return each_s[:-1] if len(each_s) > 1 else each_s
 
 
 @dataclass(frozen=True)
@@ -58,13 +71,15 @@ class Errors:
 
 
 def errors(points: Iterable[Data]) -> Data | None:
-    """Of the drawn points: ``step_median``, ``step_worst``, ``per_op``; None if there are none."""
+    """Of the drawn points: ``step_median``, ``step_worst``, ``per_op``, and all ``errors`` by model
+    and name; None if there are none."""
     drawn = held_out(points)
     if not drawn:
         return None
-    e = Errors.of([p["error"] for p in drawn])
+    each = {f"{p['model']} {p['name']}": p["error"] for p in drawn}
+    e = Errors.of(list(each.values()))
     per_op = Errors.of([r["error"] for r in op_errors(drawn)]).median
-    return {"step_median": e.median, "step_worst": e.worst, "per_op": per_op}
+    return {"step_median": e.median, "step_worst": e.worst, "per_op": per_op, "errors": each}
 
 
 def op_errors(points: Iterable[Data]) -> list[Data]:
@@ -145,6 +160,12 @@ def trend(x: Sequence[float], errors: Sequence[float]) -> float | None:
     return rho if abs(rho) * np.sqrt(len(x) - 1) >= _TREND else None
 
 
+def bias(curve: Sequence[Data]) -> int:
+    """1 if most points of the curve are faster than predicted, -1 if slower; 0 if neither, or of
+    few."""
+    return one_sided(curve_errors(curve)) if len(curve) >= SOME else 0
+
+
 def curve_errors(curve: Iterable[Data]) -> list[float]:
     """Measured over predicted throughput, less 1, of each point of the curve."""
     return [r["measured_tokens_per_s"] / r["tokens_per_s"] - 1 for r in curve]
@@ -164,11 +185,14 @@ def band(row: Data, miss: float = 0.0) -> tuple[float, float]:
     """Between which tokens a second a point of the curve lies with the probability `LEVEL`.
 
     That is the band of predicted.json; with a ``miss`` of all durations by as much (a relative
-    standard deviation) beside what it has, a wider one.
+    standard deviation) beside what it has, one about the same middle that is as much wider.
     """
-    told, reach = row["tokens_per_s"], NormalDist().inv_cdf((1 + LEVEL) / 2) * miss
-    below, above = (np.hypot(np.log(row[side] / told), reach) for side in ("low", "high"))
-    return float(told * np.exp(-below)), float(told * np.exp(above))
+    if not miss:
+        return row["low"], row["high"]
+    low, high = np.log(row["low"]), np.log(row["high"])
+    reach = np.hypot((high - low) / 2, NormalDist().inv_cdf((1 + LEVEL) / 2) * miss)
+    middle = (low + high) / 2
+    return float(np.exp(middle - reach)), float(np.exp(middle + reach))
 
 
 def fetch_share(p: Data) -> float:
@@ -192,7 +216,9 @@ class Coverage:
     expected : int
         As many as the band's level says.
     short : bool
-        Whether that many fewer lie inside that it is no chance.
+        Whether fewer lie inside by more than two standard deviations, if points fell in or out
+        each by itself. What tasks of an op have in common makes them fall together, so it may be
+        chance all the same.
     """
 
     n: int
@@ -335,6 +361,8 @@ def slope_rows(slopes: Data) -> list[Data]:
                 "measured": measured,
                 "within": within,
                 "told": _side(measured - within) == _side(measured + within),
+                # What is known well may lie where a slope begins to count.
+                "edge": within <= NONE and abs(abs(measured) - NONE) <= within,
             }
             rows.append(row | more)
     return rows
@@ -358,11 +386,13 @@ class Slopes:
     """Of injected delays: classes, agreeing in sign, not to be told, binding, within 20% of those.
 
     A class counts in each situation. One that agrees only because its standard error spans
-    several signs is not to be told.
+    several signs is not to be told; unless it is known well, and lies on the ``edge`` of what
+    counts as none.
     """
 
     classes: int
     agree: int
+    edge: int
     untold: int
     binding: int
     close: int
@@ -371,10 +401,11 @@ class Slopes:
     def of(cls, rows: Sequence[Data]) -> Slopes:
         """From the rows of :func:`slope_rows`."""
         agree = [r for r in rows if r["agrees"]]
-        untold = sum(not r["told"] for r in agree)
+        edge = sum(not r["told"] and r["edge"] for r in agree)
+        untold = sum(not r["told"] and not r["edge"] for r in agree)
         binding = [r for r in rows if r["binds"]]
         near = sum(is_close(r) for r in binding)
-        return cls(len(rows), len(agree) - untold, untold, len(binding), near)
+        return cls(len(rows), len(agree) - untold - edge, edge, untold, len(binding), near)
 
 
 def is_close(row: Data) -> bool:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import io
 import itertools
 import json
 import lzma
 import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,8 +26,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from judge import errors
-from shapes import RAW, SHAPES, lacks
+import judge
+import numpy as np
+from shapes import SHAPES, lacks
 
 import moegen as mg
 from moegen.graph.files import read_json, write_bytes, write_text
@@ -34,6 +37,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 TIMELINES = "timelines.zip"
 FIRST = "first.json"
+# By a point's errors in two predictions that are the same but for rounding.
+SAME = 1e-6
 # Steps of a run that are left out, and the least that it must have.
 WARM_UP, LEAST = 1, 4
 _DIGITS = 7
@@ -50,24 +55,29 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
     Raises
     ------
     InvalidInput
-        If nothing was measured: there is no measured.json, a file of it or a point's timeline is
-        missing or damaged, or it has too few steps; or ``folder`` is a file. What was kept before
-        stays then.
+        If nothing was measured: there is no measured.json or profile.json, a file or a point's
+        timeline is missing or damaged, or it has too few steps; or ``folder`` is a file. What was
+        kept before stays then.
     """
     again = f"run measure.py {raw} again"
-    measured = read(raw / "measured.json", again, RAW)
-    if measured is None:
-        raise mg.InvalidInput(f"{raw} has no measured.json: run measure.py {raw} first")
+    measured = read(raw / "measured.json", again)
+    for name, there in (("measured", measured), ("profile", (raw / "profile.json").exists())):
+        if not there:
+            raise mg.InvalidInput(f"{raw} has no {name}.json: run measure.py {raw} first")
+    mg.CostModel.from_profile(raw / "profile.json", allow_mismatch=True)
     for name in ("profile_notes.json", "slopes.json"):
         read(raw / name, again)
     require_folder(folder, "results go")
+    _require_points(raw, measured, again)
     packed = io.BytesIO()  # whole, before what is there is written over
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as z:
         for p in measured["points"]:
             path = raw / p["timeline"]
             if not path.exists():
                 raise mg.InvalidInput(f"{path}, the timeline of {p['name']}, is missing: {again}")
-            timeline = _warm(_measured_timeline(path, again))
+            timeline = _measured_timeline(path, again)
+            _require_run_of(p, timeline, f"{path}", again)
+            timeline = _warm(timeline)
             p["timeline"] = path.name.removesuffix(".gz")
             p["step_end_s"] = timeline.step_end_s.tolist()
             p["period_s"] = timeline.period_s
@@ -76,15 +86,33 @@ def keep(raw: Path, folder: Path = RESULTS) -> None:
             text = json.dumps(timeline.to_dict(), separators=(",", ":"))
             z.writestr(entry, text, zipfile.ZIP_LZMA)
     folder.mkdir(parents=True, exist_ok=True)
-    # What was predicted was of other runs.
-    for name in ("predicted.json", FIRST):
-        (folder / name).unlink(missing_ok=True)
-    write_bytes(folder / TIMELINES, packed.getvalue(), "the timelines")
-    _write_lines(folder / "measured.json", measured)
-    for name in ("profile.json", "profile_notes.json", "slopes.json"):
-        (folder / name).unlink(missing_ok=True)
-        if (raw / name).exists():
-            (folder / name).write_bytes((raw / name).read_bytes())
+    with tempfile.TemporaryDirectory(prefix="kept-", dir=folder) as whole:
+        fresh = Path(whole)
+        write_bytes(fresh / TIMELINES, packed.getvalue(), "the timelines")
+        _write_lines(fresh / "measured.json", measured)
+        for name in ("profile.json", "profile_notes.json", "slopes.json"):
+            if (raw / name).exists():
+                write_bytes(fresh / name, (raw / name).read_bytes(), "the results")
+        # What was predicted was of other runs; but who keeps the same ones again has seen them.
+        seen = all(_alike(folder / x, fresh / x) for x in ("measured.json", "profile.json"))
+        stale = {"predicted.json", "profile_notes.json", "slopes.json", *(() if seen else (FIRST,))}
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
+        for path in fresh.iterdir():
+            path.replace(folder / path.name)
+
+
+def code() -> str:
+    """Which code of moegen this is: a digest of its sources."""
+    package = Path(mg.__file__).parent
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _alike(a: Path, b: Path) -> bool:
+    return a.exists() and a.read_bytes() == b.read_bytes()
 
 
 class Kept:
@@ -138,8 +166,11 @@ class Kept:
 
     @cached_property
     def first(self) -> Data | None:
-        """Errors by the code of the day of the measurement: ``step_median``, ``step_worst`` and
-        ``per_op``. Whoever changes it later has seen the runs."""
+        """What was predicted first, when nobody had seen how far predictions were off.
+
+        ``code`` that predicted, ``errors`` of the drawn points, and of them ``step_median``,
+        ``step_worst`` and ``per_op``.
+        """
         return read(self.folder / FIRST, "put it back: nothing can make it again")
 
     def require(self) -> None:
@@ -179,10 +210,12 @@ class Kept:
         Raises
         ------
         InvalidInput
-            If a point is in one and not in the other, or has another number of runs.
+            If a point is in one and not in the other, or has another number of runs, or steps that
+            took something else.
         """
         assert self.predicted is not None
-        runs = {(of[0]["model"], of[0]["name"]): len(of) for of in self.points()}
+        every = {(of[0]["model"], of[0]["name"]): of for of in self.points()}
+        runs = {key: len(of) for key, of in every.items()}
         told = {(p["model"], p["name"]): len(p["runs_s"]) for p in self.predicted["points"]}
         if differ := sorted(runs.items() ^ told.items()):
             (model, name), _ = differ[0]
@@ -191,6 +224,14 @@ class Kept:
                 f"{name} has {runs.get((model, name), 0)} measured, and "
                 f"{told.get((model, name), 0)} in the predictions: run predict.py {self.folder}"
             )
+        for p in self.predicted["points"]:
+            took_s = [judge.step_s(run["step_end_s"]) for run in every[p["model"], p["name"]]]
+            if not np.allclose(took_s, p["runs_s"], rtol=SAME):
+                raise mg.InvalidInput(
+                    f"predicted.json and measured.json in {self.folder} are of other runs: steps "
+                    f"of {p['model']} {p['name']} took {took_s} s, and {p['runs_s']} s in the "
+                    f"predictions: run predict.py {self.folder}"
+                )
 
     def data(self, run: Data) -> Data:
         """The timeline of a run as plain data.
@@ -202,7 +243,7 @@ class Kept:
         """
         path = self.folder / TIMELINES
         if not path.exists():
-            raise mg.InvalidInput(f"{path}, the timelines of all runs, is missing: run kept.py")
+            raise mg.InvalidInput(f"{path}, the timelines of all runs, is missing: {self._again}")
         try:
             with zipfile.ZipFile(path) as z:
                 if run["timeline"] not in z.namelist():
@@ -219,20 +260,71 @@ class Kept:
         Raises
         ------
         InvalidInput
-            As of :meth:`data`, or if it is no timeline.
+            As of :meth:`data`, or if it is no timeline, or that of another run.
         """
         data = self.data(run)
+        where = f"{self.folder / TIMELINES}, {run['timeline']}"
         try:
-            return mg.Timeline.from_dict(data)
+            timeline = mg.Timeline.from_dict(data)
         except mg.InvalidInput as e:
-            where = f"{self.folder / TIMELINES}, {run['timeline']}"
             raise mg.InvalidInput(f"{where}: {e}: {self._again}") from e
+        _require_run_of(run, timeline, where, self._again)
+        return timeline
 
     def write(self, predicted: Data) -> None:
-        """Keep what follows from the results: ``predicted.json``, and the first time its errors."""
+        """Keep what follows from the results: ``predicted.json``, and the first time its errors.
+
+        Raises
+        ------
+        InvalidInput
+            If there are predictions already, and what the first ones found is not there.
+        """
+        again = (self.folder / "predicted.json").exists()
+        if again and self.first is None:
+            raise mg.InvalidInput(
+                f"{self.folder / FIRST} is missing, and predicted.json is not: what was predicted "
+                f"first cannot be found again. Put it back; or delete predicted.json, and what is "
+                f"predicted now is first"
+            )
         _write_lines(self.folder / "predicted.json", predicted)
-        if not (self.folder / FIRST).exists() and (found := errors(predicted["points"])):
-            _write_lines(self.folder / FIRST, found)
+        if self.first is None and (found := judge.errors(predicted["points"])):
+            _write_lines(self.folder / FIRST, {"code": code(), **found})
+        for name in ("predicted", "first"):  # what was read before
+            self.__dict__.pop(name, None)
+
+
+def _require_points(raw: Path, measured: Data, remedy: str) -> None:
+    """Refuse a measurement without runs, and runs that have a name, or a timeline, in common."""
+    if not measured["points"]:
+        raise mg.InvalidInput(f"{raw / 'measured.json'} has no measured run: {remedy}")
+    seen: set[Any] = set()
+    for p in measured["points"]:
+        for key in ((p["model"], p["name"], p["run"]), p["timeline"]):
+            if key in seen:
+                raise mg.InvalidInput(
+                    f"{raw / 'measured.json'} is damaged: run {p['run']} of {p['name']} is there "
+                    f"twice, or its timeline {p['timeline']} is another's, too: {remedy}"
+                )
+            seen.add(key)
+
+
+def _require_run_of(run: Data, timeline: mg.Timeline, where: str, remedy: str) -> None:
+    """Refuse a timeline that is not the one of a run."""
+    model, s = timeline.graph.model, timeline.graph.strategy
+    found = {
+        "a run": timeline.source == "measured",
+        f"{run['layers']} layers of {run['model']}": model is not None
+        and (model.name, model.n_layers) == (run["model"], run["layers"]),
+        f"the strategy of {run['name']}": s is not None
+        and all(getattr(s, key, None) == x for key, x in run["strategy"].items()),
+        "these steps": len(timeline.step_end_s) == len(run["step_end_s"])
+        and np.allclose(timeline.step_end_s, run["step_end_s"], rtol=0, atol=10**-_DIGITS),
+    }
+    if wrong := [what for what, is_so in found.items() if not is_so]:
+        raise mg.InvalidInput(
+            f"{where} is not the timeline of {run['model']} {run['name']}, run {run['run']}: it is "
+            f"not of {wrong[0]}: {remedy}"
+        )
 
 
 def _warm(timeline: mg.Timeline) -> mg.Timeline:
@@ -274,9 +366,8 @@ def _measured_timeline(path: Path, remedy: str) -> mg.Timeline:
         raise mg.InvalidInput(f"{path} cannot be read: {_reason(e)}: {remedy}") from e
 
 
-def read(path: Path, remedy: str, shape: Any = None) -> Any:
-    """A JSON file of results, of the shape that its name says unless another is given; None where
-    there is none.
+def read(path: Path, remedy: str) -> Any:
+    """A JSON file of results, of the shape that its name says; None where there is none.
 
     Raises
     ------
@@ -289,7 +380,7 @@ def read(path: Path, remedy: str, shape: Any = None) -> Any:
         data = read_json(path, "the results")
     except mg.InvalidInput as e:
         raise mg.InvalidInput(f"{e}: {remedy}") from e
-    if wrong := lacks(data, SHAPES[path.name] if shape is None else shape):
+    if wrong := lacks(data, SHAPES[path.name]):
         raise mg.InvalidInput(f"{path} is damaged: {wrong}: {remedy}")
     return data
 

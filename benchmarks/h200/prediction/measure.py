@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from design import Point, drawn, omega_curve
 from harness import machine, spec_of
-from kept import leaving, of_this_script, read, require_folder
+from kept import code, leaving, of_this_script, read, require_folder
 from situations import LAYERS, SITUATIONS
 
 import moegen as mg
@@ -58,8 +58,12 @@ def main(argv: list[str] | None = None) -> None:
         {"profile": profile, "points": points, "slopes": slopes}[args.stage](args)
         return
     began = time.perf_counter()
+    there = (args.out / "profile.json").exists()
+    if there:  # points may rest on it
+        _profiled(args)
+        _say(f"{args.out} has a profile.json, which is gone on with")
     stages = [
-        ("profile", "", args.profile_s),
+        *([] if there else [("profile", "", args.profile_s)]),
         *(("points", name, args.points_s) for name in args.models),
         ("slopes", args.models[0], args.slopes_s),
     ]
@@ -207,8 +211,7 @@ def points(args: argparse.Namespace) -> None:
     if args.model == next(iter(MODELS)):
         todo += omega_curve(model, CURVE_ROWS, CURVE_CONTEXT)
         todo.append(_planned(args, model))
-    data = _measured(args)
-    data |= {"machine": machine(args.device), "seed": args.seed}
+    data = _same_machine(args, _measured(args))
     failed = {(x["model"], x["point"]) for x in data["failed"]}
     done = {(p["model"], p["name"], p["run"]) for p in data["points"]}
     _say(f"{args.model}: {len(todo)} points")
@@ -304,6 +307,22 @@ def _engine(args: argparse.Namespace, model: mg.ModelSpec) -> mg.Engine:
     )
 
 
+def _same_machine(args: argparse.Namespace, data: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, and by what; refused if that was not here, or other points were drawn."""
+    now = {"machine": machine(args.device) | {"code": code()}, "seed": args.seed}
+    if not data["points"]:
+        return data | now
+    was = {"seed": data.get("seed"), **data.get("machine", {})}
+    is_now = {"seed": args.seed, **now["machine"]}
+    for key in was.keys() & is_now.keys() - {"date"}:
+        if was[key] != is_now[key]:
+            raise mg.InvalidInput(
+                f"{args.out} has points of {key} {was[key]}, and here it is {is_now[key]}: one "
+                f"measurement is of one machine, one code and one seed; measure into another folder"
+            )
+    return data
+
+
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     kept = read(args.out / "measured.json", "delete it, or measure into another folder")
     return kept or {"points": [], "failed": []}
@@ -320,9 +339,11 @@ def _archive(args: argparse.Namespace) -> None:
     if args.zip is None:
         return
     fresh = args.zip.with_suffix(".part")
+    own = {fresh.resolve(), args.zip.resolve()}
     with zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as z:
         for path in sorted(args.out.iterdir()):
-            z.write(path, path.name)
+            if path.resolve() not in own:
+                z.write(path, path.name)
     fresh.replace(args.zip)
 
 

@@ -2,8 +2,11 @@
 
     python benchmarks/h200/prediction/predict.py [RESULTS]
 
-Reads the results folder, writes its predicted.json. Nothing is fitted here: all that goes into a
-prediction is profile.json, and the lengths and the routing of the run.
+Reads the results folder, writes its predicted.json; the first time first.json, too, which stays.
+Nothing is fitted to these runs: what goes into a prediction is profile.json, and the lengths and
+the routing of the run. Of the simulator a few constants are of no machine's profile: how long a
+rest of the issuing thread is felt, and how far ahead it hands over (`moegen.graph.latencies` and
+`moegen.graph.ahead`); they were found on other H200s, before.
 
 The time of a step is the median of the steps that count (all but the first and the last), of the
 predicted run as of the measured one. The machine is shared with others, whose work makes some runs
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from judge import counted_s, step_s
 from kept import RESULTS, Data, Kept, leaving, of_this_script
 
 import moegen as mg
@@ -57,17 +61,6 @@ def predict(kept: Kept, say: Callable[[str], object] = lambda _: None) -> Data:
     return {"points": points, "curve": curve(kept, on_curve)}
 
 
-def step_s(step_end_s: Sequence[float] | np.ndarray) -> float:
-    """The time of a step: the median of those that count, from when each step ended."""
-    return float(np.median(counted_s(step_end_s)))
-
-
-def counted_s(step_end_s: Sequence[float] | np.ndarray) -> np.ndarray:
-    """What each step took that counts, as `Timeline.counted_steps` has it."""
-    each_s = np.diff(step_end_s)
-    return each_s[:-1] if len(each_s) > 1 else each_s
-
-
 def quickest(runs: Sequence[Data]) -> Data:
     """The run whose steps are the shortest."""
     return min(runs, key=lambda run: step_s(run["step_end_s"]))
@@ -92,8 +85,8 @@ def point(kept: Kept, runs: Sequence[Data]) -> Data:
     each_s = [step_s(run["step_end_s"]) for run in runs]
     all_runs_s = float(np.median(np.concatenate([counted_s(run["step_end_s"]) for run in runs])))
     predicted_s = step_s(c.predicted.step_end_s)
-    took = {run["run"]: _op_seconds(kept.timeline(run).to_dict(), np.median) for run in runs}
-    expected = _op_seconds(c.predicted.to_dict(), np.mean)
+    took = {run["run"]: _op_seconds(kept.timeline(run).to_dict()) for run in runs}
+    expected = _op_seconds(c.predicted.to_dict())
     lanes, tasks = c.by_op["lane"].to_dict(), c.by_op["tasks"].to_dict()
     shapes = real.shapes or ([real.graph.shape] if real.graph.shape is not None else [])
     lengths = [n for n, times in best["lengths"] for _ in range(times)]
@@ -185,8 +178,8 @@ def _expert_slots(timeline: mg.Timeline) -> int:
     return int(s.s_expert // model.expert_bytes)
 
 
-def _op_seconds(timeline: Data, over: Callable[..., Any]) -> dict[str, float]:
-    """Seconds of an op's tasks of a step: of each task ``over`` the steps that count."""
+def _op_seconds(timeline: Data) -> dict[str, float]:
+    """Seconds of an op's tasks of a step: of each task the median over the steps that count."""
     ids = timeline["ids"]
     steps = sorted({i[2] for i in ids})
     counted = set(steps[1:-1] or steps[-1:])
@@ -196,7 +189,7 @@ def _op_seconds(timeline: Data, over: Callable[..., Any]) -> dict[str, float]:
             lasted.setdefault((*i[:2], *i[3:]), []).append(end_s - start_s)
     seconds: dict[str, float] = {}
     for key, each in lasted.items():
-        seconds[key[0]] = seconds.get(key[0], 0.0) + float(over(each))
+        seconds[key[0]] = seconds.get(key[0], 0.0) + float(np.median(each))
     return seconds
 
 

@@ -22,11 +22,8 @@ _STRATEGY = dict.fromkeys(("B", "b_a", "b_e"), _COUNT) | {
     "omega": _NUMBER, "kv_slots": int, "dense_slots": int,
 }  # fmt: skip
 _POINT = {"model": str, "layers": int, "name": str, "phase": str, "strategy": _STRATEGY}
-RAW = {
-    "points": [{"name": str, "timeline": str}], "failed": [{"model": str, "point": str}],
-}  # fmt: skip
 _ERRORS = dict.fromkeys(("step_median", "step_worst", "per_op"), _NUMBER)
-#: Of each file of results, by its name; `RAW` is of measured.json as `measure.py` writes it.
+#: Of each file of results, by its name.
 SHAPES: dict[str, Any] = {
     "measured.json": {
         "points": [
@@ -34,8 +31,10 @@ SHAPES: dict[str, Any] = {
             | {"timeline": str, "run": int, "period_s": _NUMBER, "step_end_s": [_NUMBER]}
             | {"lengths": [[_COUNT, _COUNT], ...]}
         ],
-        "failed": RAW["failed"],
-        "machine?": dict.fromkeys(("gpu", "torch", "python", "date", "cpu?"), str) | {"cores": int},
+        "failed": [{"model": str, "point": str}],
+        "machine?": dict.fromkeys(("gpu", "torch", "python", "date", "cpu?", "code?"), str)
+        | {"cores": int},
+        "seed?": int,
     },
     "predicted.json": {
         "points": [
@@ -56,7 +55,7 @@ SHAPES: dict[str, Any] = {
             | dict.fromkeys(("omega", "low", "high", "measured_low", "probability_best"), _NUMBER)
         ],
     },
-    "first.json": _ERRORS,
+    "first.json": _ERRORS | {"code": str, "errors": {str: _NUMBER}},
     "slopes.json": {
         "model": str,
         "layers": int,
@@ -75,7 +74,7 @@ SHAPES: dict[str, Any] = {
     "profile_notes.json": {"seconds": _NUMBER, "compiled_s?": _MAYBE, "notes": [str]},
     "others.json": {
         "since": str,
-        "delays?": str,
+        "delays?": {"seed": int, "ops": [str, ...], "why": str, "step_ms": {str: [_POSITIVE, ...]}},
         "measurements": [
             _ERRORS | {"seed": int, "date": str, "slopes_within": int, "slopes": int, "why": str}
         ],

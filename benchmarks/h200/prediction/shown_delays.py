@@ -9,8 +9,8 @@ from markdown_pieces import short, signed, table
 HEAD = ["## Delays", ""]
 
 
-def delays(slopes: Data | None, why: str = "") -> list[str]:
-    """The section on injected delays; ``why`` slopes differ that do not bind."""
+def delays(slopes: Data | None, why: Data | None = None) -> list[str]:
+    """The section on injected delays; ``why`` those of some ``ops`` differ that do not bind."""
     if slopes is None or not (found := judge.slope_rows(slopes)):
         return [*HEAD, "They have not been measured.", ""]
     rows = [
@@ -20,8 +20,8 @@ def delays(slopes: Data | None, why: str = "") -> list[str]:
             r["lane"],
             str(r["tasks"]),
             short(r["delay_s"]),
-            _share(r["predicted"]),
-            f"{_share(r['measured'])} ± {_share(r['within'])}",
+            _share(r["predicted"], r),
+            f"{_share(r['measured'], r)} ± {_share(r['within'], r)}",
             "yes" if r["binds"] else "no",
             _verdict(r),
             signed(r["error"]) if r["binds"] and r["error"] is not None else "-",
@@ -48,11 +48,12 @@ def delays(slopes: Data | None, why: str = "") -> list[str]:
         f"**Agree in sign**: both above 0, both below 0, or both none, or no further apart than "
         f"two standard errors or {NONE:g}. None is a slope by task of {NONE:g} or less, measured "
         f"also one within two standard errors of 0. **Cannot be told**: it agrees by that, but "
-        f"several signs lie within two standard errors of what was measured, so that almost any "
-        f"prediction would agree.",
+        f"several signs lie within two standard errors of what was measured, so that many a "
+        f"prediction would agree. **On the edge**: two standard errors are less than {NONE:g}, "
+        f"and on both sides of it.",
         "",
         *table(columns, rows),
-        *_listed("Where the sign cannot be told, or is another:", _doubtful(found)),
+        *_listed("Where the sign is on the edge, cannot be told, or is another:", _doubtful(found)),
         *_listed(f"Where an op that binds is off by more than {SLOPE:.0%}:", _far(found)),
         *_unforeseen(found, why),
     ]
@@ -61,14 +62,16 @@ def delays(slopes: Data | None, why: str = "") -> list[str]:
 def _verdict(row: Data) -> str:
     if not row["agrees"]:
         return "**no**"
-    return "yes" if row["told"] else "cannot be told"
+    if row["told"]:
+        return "yes"
+    return "on the edge" if row["edge"] else "cannot be told"
 
 
 def _doubtful(found: list[Data]) -> list[Data]:
     return [r for r in found if _verdict(r) != "yes"]
 
 
-def _unforeseen(found: list[Data], why: str) -> list[str]:
+def _unforeseen(found: list[Data], why: Data | None) -> list[str]:
     """Where nothing binds and a step is longer or shorter all the same, by more than the noise."""
     rows = [
         r for r in found if not r["binds"] and abs(r["measured"] - r["predicted"]) > r["within"]
@@ -79,7 +82,8 @@ def _unforeseen(found: list[Data], why: str) -> list[str]:
         "Where nothing binds, and what was measured is further from what was predicted than two "
         "standard errors:"
     )
-    return [*_listed(head, rows), *([why, ""] if why else [])]
+    known = why is not None and {r["op"] for r in rows} <= set(why["ops"])
+    return [*_listed(head, rows), *([why["why"], ""] if why is not None and known else [])]
 
 
 def _far(found: list[Data]) -> list[Data]:
@@ -90,15 +94,18 @@ def _listed(head: str, rows: list[Data]) -> list[str]:
     if not rows:
         return []
     lines = [
-        f"- {r['situation']}, `{r['op']}`: predicted {_share(r['predicted'])}, measured "
-        f"{_share(r['measured'])} ± {_share(r['within'])}"
+        f"- {r['situation']}, `{r['op']}`: predicted {_share(r['predicted'], r)}, measured "
+        f"{_share(r['measured'], r)} ± {_share(r['within'], r)}"
         for r in rows
     ]
     return [head, "", *lines, ""]
 
 
-def _share(x: float) -> str:
-    return f"{x:.2f}".replace("-0.00", "0.00")
+def _share(x: float, row: Data) -> str:
+    """As many digits as two standard errors of the row have."""
+    digits = 2 if row["within"] >= 0.02 else 3
+    none = f"{0:.{digits}f}"
+    return f"{x:.{digits}f}".replace(f"-{none}", none)
 
 
 def _situation(of: Data) -> str:

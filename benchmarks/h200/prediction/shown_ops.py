@@ -17,8 +17,9 @@ def ops(points: list[Data]) -> list[str]:
         "",
         f"Ops that take {LONG:.0%} of a step or more, by model and phase: the median error over "
         f"points of the seconds of all its tasks, then the share of the step. +: predicted too "
-        f"slow in most points, -: too fast, ±: either. **Bold**: misses {judge.OP_MEDIAN:.0%}. "
-        f"Lanes run beside one another, so shares add up to more than 100%.",
+        f"slow in {judge.ONE_SIDED:.0%} of points or more, -: too fast, ±: either. **Bold**: "
+        f"misses {judge.OP_MEDIAN:.0%}. Lanes run beside one another, so shares add up to more "
+        f"than 100%.",
         "",
         *table(columns, rows),
         "Those that miss, and what the data show:" if missing else "None misses.",

@@ -30,8 +30,6 @@ REPORT = HERE / "REPORT.md"
 APART = 0.01
 # No compiler is quicker: the kernel was there.
 _COMPILES_S = 0.5
-# What is said of some points of several needs as many.
-_SOME = 3
 WORDS = {
     "drawn, held-out": "points chosen by a random number generator, before anything was predicted; "
     "the profile knows nothing of them",
@@ -39,8 +37,9 @@ WORDS = {
     "wave": "the prompts that one prefill step takes together",
     "op": "one kind of task, such as `expert` or `fetch_kv`; its tasks of a step count together",
     "roofline": "a task's work over the machine's rate, where nothing of its kind was measured",
-    "band": f"what {LEVEL:.0%} of simulated runs lie within, if durations differ as the profile's "
-    "repeated measurements do",
+    "band": f"what {LEVEL:.0%} of simulated runs lie within, if all tasks of an op are off "
+    "together by what the profile's repeated measurements differ, and each task by what tasks "
+    "scatter within the measured runs",
     "curve": "of an op: what its tasks take, by their size, as the profile measured it; of the "
     "report: throughput over ω",
     "slope": "by how much a step is longer for each second by which tasks are held back",
@@ -56,8 +55,9 @@ WORDS = {
 def report(folder: Path = RESULTS) -> str:
     """The report as Markdown, of the results in ``folder``."""
     kept = Kept(folder)
+    gpu = kept.measured.get("machine", {}).get("gpu", "")
     lines = [
-        "# Predicted and measured on an H200",
+        f"# Predicted and measured on {'an H200' if 'H200' in gpu else 'another machine'}",
         "",
         "Written by `write_report.py` from `results/`, which `measure.py`, `kept.py` and "
         "`predict.py` made.",
@@ -81,17 +81,23 @@ def report(folder: Path = RESULTS) -> str:
         *_parts(points),
         *_ranks(points, curve),
         *_curve(curve, judge.usual_miss(kept.others)),
-        *delays(kept.slopes, (kept.others or {}).get("delays", "")),
+        *delays(kept.slopes, _why(kept)),
         *_failed(kept.measured["failed"]),
     ]
     return "\n".join(lines)
+
+
+def _why(kept: Kept) -> Data | None:
+    """What is known of the delays of this measurement, and no other."""
+    why = (kept.others or {}).get("delays")
+    return why if why is not None and why["seed"] == kept.measured.get("seed") else None
 
 
 def _setting(kept: Kept) -> list[str]:
     lines = where(kept.measured) if "machine" in kept.measured else []
     layers = {p["model"]: p["layers"] for p in kept.measured["points"]}
     ran = " and ".join(f"{n} layers of {model}" for model, n in layers.items())
-    lines.append(f"Run: {ran}, at true width, with random weights.")
+    lines.append(f"Run: {ran}, with random weights.")
     if kept.notes is None:
         return [*lines, "What the profile took was not kept.", ""]
     compiled_s = kept.notes.get("compiled_s")
@@ -191,7 +197,7 @@ def _fetching(points: list[Data]) -> list[str]:
             )
     long = [p for p in decode if judge.fetch_share(p) >= judge.FETCHES]
     errors = [p["error"] for p in long]
-    if len(long) >= _SOME and (max(errors) < 0 or min(errors) > 0):
+    if len(long) >= judge.SOME and (max(errors) < 0 or min(errors) > 0):
         low, high = sorted(abs(x) for x in (min(errors), max(errors)))
         side = "fast" if max(errors) < 0 else "slow"
         said.append(
@@ -332,11 +338,9 @@ def _curve(curve: list[Data], miss: float) -> list[str]:
     return [
         "## The curve over ω",
         "",
-        "Eleven points that differ in ω alone. The band: all tasks of an op are off together by "
-        "what the profile's repeated measurements differ, and each task by what tasks scatter "
-        "within the measured runs. What the simulator or the profile gets wrong in the same way "
-        "each time is not in it. Measured / predicted - 1 is below 0 where the prediction is too "
-        "fast.",
+        f"{len(curve)} points that differ in ω alone. What the simulator or the profile gets wrong "
+        f"in the same way each time is not in the band. Measured / predicted - 1 is below 0 where "
+        f"the prediction is too fast.",
         "",
         *_widened(miss),
         *table(columns, rows),
@@ -350,7 +354,8 @@ def _widened(miss: float) -> list[str]:
     return [
         f"Widened: as if the whole step were off besides, by as much as steps were in the other "
         f"measurements above: a standard deviation of {miss:.1%}, from the median of their "
-        f"medians. Nothing of this measurement is in it.",
+        f"medians. No number of this measurement is in it; that there should be such a band was "
+        f"decided when points of this curve, as of others before, lay outside of the other.",
         "",
     ]
 
@@ -370,7 +375,7 @@ def _bias(curve: list[Data], miss: float = 0.0) -> list[str]:
     """Whether the points of the curve scatter about the prediction, drift, or lie to one side."""
     off, c = judge.curve_errors(curve), judge.Coverage.of(curve)
     reach = float(np.median([(r["high"] - r["low"]) / r["tokens_per_s"] / 2 for r in curve]))
-    size, side = float(np.median(np.abs(off))), judge.one_sided(off)
+    size, side = float(np.median(np.abs(off))), judge.bias(curve)
     width = (
         f"The band reaches {reach:.1%} to either side in the median; points are {size:.1%} off. "
         f"{c.inside} of {c.n} lie within it, and {c.expected} would be expected of {LEVEL:.0%}."
@@ -382,6 +387,8 @@ def _bias(curve: list[Data], miss: float = 0.0) -> list[str]:
     rho = judge.trend([r["omega"] for r in curve], off)
     if rho is not None:
         return [f"{width} {_drift(curve, off, rho)}", ""]
+    if len(off) < judge.SOME:
+        return [width, ""]
     if not side:
         return [f"{width} They lie on both sides of the prediction, without a trend over ω.", ""]
     count, word = sum(side * x > 0 for x in off), "above" if side > 0 else "below"
